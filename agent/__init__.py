@@ -1,0 +1,1 @@
+"""The monitoring daemon of a GPU node: collect, evaluate, alert, show."""

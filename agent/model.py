@@ -1,0 +1,352 @@
+"""The nouns of Tocsin. Nothing here reads the clock, a file or the network, and nothing imports ours.
+
+Times are unix seconds (`at`, `*_at`), spans are seconds (`*_s`), shares are ratios 0 to 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple, Protocol
+
+Severity = Literal["page", "ticket", "info"]
+SubjectKind = Literal["engine", "target", "gpu", "node", "group", "any"]
+SEVERITY_RANK: Mapping[str, int] = {"info": 0, "ticket": 1, "page": 2}
+
+
+class Why(StrEnum):
+    """The closed list of reasons for which something is not a number (label `reason` of tocsin_signal_gap)."""
+
+    MISSING = "missing"  # the family or call is not there
+    NOT_A_NUMBER = "not_a_number"  # NaN or infinite
+    SENTINEL = "sentinel"  # -1, a DCGM or NVML blank
+    OUT_OF_RANGE = "out_of_range"  # a ratio over 1, a timestamp of the year 57081
+    NO_DATA = "no_data"  # 0/0
+    STALE = "stale"  # unchanged although it must have moved
+    LATE = "late"  # the source did not answer within 3 intervals
+    NOT_COVERED = "not_covered"  # the window is less than half covered
+    OFF_SCALE = "off_scale"  # the SLO lies above the histogram's last bound
+    UNREACHABLE = "unreachable"  # refused, reset, no route
+    TIMEOUT = "timeout"
+    BAD_STATUS = "bad_status"  # an HTTP status that is not 200
+    BAD_PAGE = "bad_page"  # the page as a whole does not parse
+    BAD_LINE = "bad_line"  # one line does not parse
+    TOO_LARGE = "too_large"
+    LOST = "lost"  # the GPU is lost
+    HUNG = "hung"  # a call into the driver has not returned
+    ERROR = "error"  # any other error, named in the text
+    NOT_SUPPORTED = "not_supported"  # this card or version has no such thing: becomes N/A, never blind
+
+
+class Sample(NamedTuple):
+    """One measured number. `key` tells series of one name apart (a bucket's `le`, an HTTP status, a finish reason)."""
+
+    name: str
+    subject: str
+    value: float
+    at: float
+    key: str = ""
+
+
+class Gap(NamedTuple):
+    """A number that should be there and is not, and why. `key` as in Sample."""
+
+    name: str
+    subject: str
+    code: Why
+    why: str
+    at: float
+    key: str = ""
+
+
+class Found(NamedTuple):
+    """How one quantity was had, for `tocsin doctor`: `how` names the metric or call; None, and `why` says why not."""
+
+    name: str
+    subject: str
+    how: str | None
+    note: str = ""
+    why: str | None = None
+    remedy: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What a target says of itself: its engines (subjects), model, engine kind, names that were found and lost."""
+
+    target: str
+    engines: tuple[str, ...]  # subjects, in the order of their index
+    kind: str = "vllm"
+    model: str | None = None
+    build: str | None = None  # changes when the set of families changes
+    found: tuple[Found, ...] = ()
+    closed: tuple[str, ...] = ()  # subjects that a change of shape ended
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """One GPU as NVML names it. `bdf` is domain:bus:device in lower-case hex, without the function."""
+
+    uuid: str
+    index: int
+    name: str
+    bdf: str
+    limit_c: float | None = None  # the card's own limit, where it tells one; 127 is none
+    found: tuple[Found, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """All that one read of one source gave. `error` is set when the source as a whole failed."""
+
+    source: str
+    at: float
+    took_s: float
+    readings: tuple[Sample | Gap, ...] = ()
+    engine: EngineFacts | None = None
+    gpus: tuple[GpuFacts, ...] | None = None
+    error: str | None = None
+
+
+class Source(Protocol):
+    """Something to read, in its own thread. `read` never raises for bad input: it returns Gaps."""
+
+    name: str
+
+    def read(self, now: float) -> Batch:
+        """Read once; blocks no longer than its own deadlines."""
+
+    def close(self) -> None:
+        """Let go of sockets and handles. May be called from another thread."""
+
+
+# What samples are called, whatever the engine calls them. A counter only rises but for restarts; a histogram is a set
+# of counters, one a bucket (key = its upper bound as repr(float), "+Inf" for the last) and the keys "sum" and "count".
+Kind = Literal["gauge", "counter", "histogram"]
+SAMPLES: Mapping[str, Kind] = {
+    # of an engine (subject: engine)
+    "waiting": "gauge",  # requests
+    "running": "gauge",  # requests
+    "kv_usage": "gauge",  # ratio
+    "swapped": "gauge",  # requests
+    "asleep": "gauge",  # 0 or 1
+    "prefix_caching": "gauge",  # 0 or 1
+    "kv_blocks": "gauge",  # blocks in the KV cache
+    "preemptions": "counter",
+    "ttft": "histogram",  # s
+    "itl": "histogram",  # s
+    "e2e": "histogram",  # s
+    "queue_time": "histogram",  # s, observed at finish: for display only
+    "finished": "counter",  # key: finish reason
+    "prefix_queries": "counter",  # tokens
+    "prefix_hits": "counter",  # tokens
+    "prompt_tokens": "counter",
+    "generation_tokens": "counter",
+    "spec_draft": "counter",  # tokens
+    "spec_accepted": "counter",  # tokens
+    "graph_fallback": "gauge",  # ratio; no stock vLLM tells it
+    # of a target (subject: target)
+    "http": "counter",  # key: status class or code, inference routes only
+    "rejections": "counter",  # key: reason
+    "process_start": "gauge",  # unix s
+    "down": "gauge",  # 1: refused, reset or /health 5xx at this read; 0: it answered
+    "slow": "gauge",  # 1: timed out at this read
+    "rung": "gauge",  # how far the ladder was climbed: 0 nothing, 1 TCP, 2 /health, 3 /metrics
+    # of a GPU (subject: its UUID)
+    "gpu_temp_c": "gauge",
+    "gpu_margin_c": "gauge",  # kelvins left to the card's own limit; <= 0 is at or past it
+    "gpu_util": "gauge",  # ratio
+    "gpu_mem_used": "gauge",  # bytes
+    "gpu_mem_total": "gauge",  # bytes
+    "gpu_mem_free": "gauge",  # bytes
+    "gpu_sm_clock_mhz": "gauge",
+    "gpu_sm_clock_max_mhz": "gauge",
+    "gpu_throttle": "gauge",  # NVML's bit mask of clock event reasons
+    "gpu_thermal_ns": "counter",  # ns spent throttled for heat
+    "gpu_power_ns": "counter",  # ns spent throttled for power
+    "gpu_power_w": "gauge",
+    "gpu_power_limit_w": "gauge",
+    # of ourselves (subject: a source or a channel)
+    "source_late_s": "gauge",  # s since a source was last on time
+    "delivery_failing_s": "gauge",  # s since when a channel could not deliver
+}
+
+
+SignalState = Literal["value", "gap", "idle", "na"]
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """What a rule compares. `low` and `high` bound an estimate: where they disagree about the limit it is undecided."""
+
+    id: str
+    subject: str
+    state: SignalState
+    at: float
+    value: float | None = None  # may be kept while idle, for display
+    unit: str = ""
+    method: str = "exact"
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    why: str | None = None
+    code: Why | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SignalSpec:
+    """A row of the signal catalogue, enough to check a rule.
+
+    `params`: name -> kind, one of "duration", "ratio", "number", "slo", "pairs".
+    """
+
+    id: str
+    unit: str
+    subject: SubjectKind
+    help: str
+    windowed: bool = False
+    counted: bool = False  # takes min_count and min_bad
+    params: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """The service levels promised. Seconds and shares; None: not promised."""
+
+    ttft_p99: float = 0.5
+    itl_p99: float = 0.150
+    e2e_p99: float | None = None
+    availability: float = 0.999
+    window: float = 30 * 86400.0
+    written: bool = False  # someone wrote `slo:`; defaults never page
+
+
+Op = Literal[">", ">=", "<", "<="]
+COMPARE: Mapping[Op, Any] = {
+    ">": lambda a, b: a > b,
+    ">=": lambda a, b: a >= b,
+    "<": lambda a, b: a < b,
+    "<=": lambda a, b: a <= b,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One comparison, one severity. The limit is `factor`, or `factor` x slo.`slo` of the subject's service levels."""
+
+    id: str
+    signal: str
+    op: Op
+    factor: float
+    severity: Severity
+    for_s: float = 0.0
+    keep_s: float = 0.0
+    slo: str | None = None
+    number: str | None = None
+    window_s: float | None = None
+    min_count: int | None = None
+    min_bad: int | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    needs_slo: bool = False  # its limit or its params name slo.*
+    required: bool = False  # a Gap of it makes the subject blind (L3)
+    causes: tuple[str, ...] = ()
+    action: str = ""
+    where: str = ""  # file:line, for messages
+
+    def limit(self, slo: Slo) -> float | None:
+        """The number to compare with, in the signal's unit; None where the SLO that it needs is not promised."""
+        if self.slo is None:
+            return self.factor
+        promised: float | None = getattr(slo, self.slo)
+        return None if promised is None else self.factor * promised
+
+
+AlertState = Literal["pending", "firing"]
+TransitionKind = Literal["pending", "firing", "resolved", "inactive"]
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """The state of (rule, subject) while it is not absent. `labels` are set when it fires and never change."""
+
+    rule: str
+    subject: str
+    state: AlertState
+    severity: Severity
+    since: float  # first sample in breach
+    fired_at: float | None = None
+    breach_s: float = 0.0  # watched seconds in breach, 0 at the first sample
+    clear_s: float | None = None  # watched seconds back in range; None while in breach
+    blind_s: float = 0.0
+    idle_s: float = 0.0
+    value: float | None = None
+    limit: float | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """An alert changed its state. `resolved` follows `firing`; `inactive` follows `pending`."""
+
+    kind: TransitionKind
+    at: float
+    alert: Alert  # as it was after the change (for resolved and inactive: as it was last)
+    why: str = ""  # "", "no traffic", "asleep", "subject removed", "rule removed"
+
+
+AlertKey = tuple[str, str]  # (rule id, subject)
+
+
+@dataclass(frozen=True, slots=True)
+class Book:
+    """All open alerts, and when each (rule, subject) last resolved: older observations never count towards it again."""
+
+    alerts: Mapping[AlertKey, Alert] = field(default_factory=dict)
+    resolved_at: Mapping[AlertKey, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AlertMessage:
+    """An alert as receivers get it. `ends_at` is set when it is resolved; `key` joins firing and resolved."""
+
+    key: str  # "<rule>/<subject>" with the node: stable from firing to resolved
+    status: Literal["firing", "resolved"]
+    severity: Severity
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    starts_at: float
+    ends_at: float | None = None
+    generator_url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One delivery owed to one channel, saved with its transition and before anything is sent."""
+
+    id: int
+    channel: str
+    message: AlertMessage
+    created_at: float
+    due_at: float
+    tries: int = 0
+    last_error: str | None = None
+
+
+class Rejected(Exception):  # noqa: N818  (it says what the receiver did)
+    """A receiver refused for a reason that a person must mend (most 4xx). Sending the same again is pointless."""
+
+
+class TryLater(Exception):  # noqa: N818
+    """A delivery failed and may succeed later (5xx, 429, no connection). `after_s`: the receiver's own Retry-After."""
+
+    def __init__(self, message: str, after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.after_s = after_s
+
+
+def alert_name(rule_id: str) -> str:
+    """The field's CamelCase of a rule id: kv-cache-utilization -> KvCacheUtilization."""
+    return "".join(part[:1].upper() + part[1:] for part in re.split(r"[^0-9A-Za-z]+", rule_id) if part)
