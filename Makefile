@@ -1,0 +1,72 @@
+# The two commands: `make test` and `make run`. Everything lives in .venv; nothing is installed on the machine.
+# A fresh machine needs only Python 3.11 or newer (with its venv module) and make.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup setup-dev test run lint types heavy bench clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+STATE := $(CURDIR)/.tocsin
+CONFIG ?= $(STATE)/tocsin.yaml
+
+# The first of these that runs and is new enough. A pyenv shim may stand on PATH and yet not run.
+CANDIDATES := python3 python3.11 python3.12 python3.13 python3.14 python
+PYTHON ?= $(shell for p in $(CANDIDATES); do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS='	' read -r name does; do \
+		printf 'make %-10s %s\n' "$$name" "$$does"; done
+
+setup: $(VENV)/.installed  ## only set up: afterwards there is .venv/bin/tocsin
+
+setup-dev: $(VENV)/.installed-dev  ## set up with what the tests and the linters need
+
+test: setup-dev  ## set up, then the tests; those that lack a compiler, root or a Debian package are skipped
+	$(BIN)/python -m pytest
+
+run: setup $(CONFIG)  ## set up, then the agent on this machine, in the foreground (CONFIG=FILE for another configuration)
+	@echo "configuration: $(CONFIG)   ask it: $(BIN)/tocsin check --config $(CONFIG)   page: http://127.0.0.1:9959/"
+	$(BIN)/tocsin run --config $(CONFIG)
+
+lint: setup-dev  ## ruff
+	$(BIN)/ruff check .
+
+types: setup-dev  ## mypy --strict
+	$(BIN)/mypy --strict
+
+heavy: setup-dev  ## the heavier tests: minutes, root, a real Prometheus and Alertmanager
+	$(BIN)/python -m pytest -m heavy
+
+bench: setup-dev  ## what bench/ measures, one after the other
+	@for script in bench/*.py; do [ -e "$$script" ] || continue; \
+		case "$$script" in */_*) continue;; esac; \
+		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+clean:  ## remove .venv and the caches (not the state of `make run`)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/bin/python:
+	@[ -n "$(PYTHON)" ] || { echo "tocsin needs Python 3.11 or newer; tried: $(CANDIDATES)." >&2; \
+		echo "Install it (Debian 12: apt-get install python3 python3-venv), or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "$(PYTHON) is older than Python 3.11, or does not run: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON) has no venv module: apt-get install python3-venv (it brings ensurepip), then make again." >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+
+# The stamps are written last: an interrupted setup starts again, a finished one costs nothing.
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $(VENV)/.installed $@
+
+# State and socket beside the checkout: without root there is no /var/lib/tocsin and no /run/tocsin.
+$(STATE)/tocsin.yaml:
+	@mkdir -p $(STATE)
+	@printf '%s\n' '# Written once by `make run`; edit it freely. Every other key has its default: README.md, "Configuration".' \
+		'state_dir: "$(STATE)"' 'socket: "$(STATE)/tocsin.sock"' > $@

@@ -1,0 +1,58 @@
+"""Shared by all tests: no skip passes in CI, and the caller's environment does not leak in."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+
+# Set, these would send requests for 127.0.0.1 through a proxy, rename the node, or notify somebody's real systemd.
+LEAKS = ("NODE_NAME", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "TOCSIN_FAKE_NVML")
+
+
+def pytest_configure() -> None:
+    """Take the caller's surroundings out of this process, and so out of every child that a test starts."""
+    for name in list(os.environ):
+        if name in LEAKS or name.lower().endswith("_proxy"):
+            del os.environ[name]
+
+
+def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if os.environ.get("TOCSIN_CI") != "1" or not report.skipped or hasattr(report, "wasxfail"):
+        return
+    where = report.longrepr
+    why = where[2] if isinstance(where, tuple) else str(where)
+    report.outcome = "failed"
+    report.longrepr = f"{report.nodeid or 'collection'}: {why}\nTOCSIN_CI=1: a skipped test counts as a failed one."
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turn a skipped test into a failed one in CI, whatever it was skipped by."""
+    report = yield
+    _refuse_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """The same for a whole module that skips itself (importorskip, allow_module_level)."""
+    report = yield
+    _refuse_skip(report)
+    return report
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """Give a port of 127.0.0.1 that was free a moment ago, for programs that cannot be told to take any (port 0)."""
+
+    def pick() -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address: tuple[Any, ...] = probe.getsockname()
+            return int(address[1])
+
+    return pick
