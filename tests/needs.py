@@ -19,7 +19,9 @@ PACKAGES = {
     "ip": "iproute2",
     "nft": "nftables",
     "promtool": "prometheus",
+    "kill": "procps",
     "systemd-analyze": "systemd",
+    "systemd-sysusers": "systemd",
 }
 # Debian keeps iptables, nft and ip where an ordinary user's PATH does not look.
 EXTRA_PATH = ("/usr/local/sbin", "/usr/sbin", "/sbin")
