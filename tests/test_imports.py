@@ -1,0 +1,155 @@
+"""Who may import whom: the table. What is pure stays pure, the daemon stays small, and only the edges ask the clock."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("agent", "drills", "rules", "runbooks")
+
+
+class Row(NamedTuple):
+    """What a module may import: modules of ours, and foreign ones beyond SAFE (None: any but COMMAND_LINE)."""
+
+    ours: str = ""
+    foreign: str | None = ""
+
+
+# These compute and nothing else. No file, no network, no clock, no thread; `datetime` is for forms, see `clock_calls`.
+SAFE = """
+    __future__ abc array bisect collections contextlib copy dataclasses datetime decimal difflib enum fractions
+    functools hashlib heapq io itertools json math operator re statistics string struct textwrap types typing
+    unicodedata zlib
+""".split()  # noqa: SIM905  (thirty quoted strings say less)
+COMMAND_LINE = frozenset({"typer", "click", "rich"})  # megabytes that the daemon never loads
+
+# A module that is not here fails the test. Write its row when you write the module; a wider row needs a reason.
+MAY_IMPORT: dict[str, Row] = {
+    "agent": Row(),
+    "agent.model": Row(),
+    "agent.stats": Row(),
+    "agent.exposition": Row("agent.model"),
+    "agent.windows": Row("agent.model agent.stats"),
+    "agent.signals": Row("agent.model agent.stats agent.windows"),
+    "agent.evaluate": Row("agent.model"),
+    "agent.strict": Row("", "msgspec pathlib yaml"),
+    "agent.config": Row("agent.model agent.signals agent.strict rules", "msgspec os pathlib socket urllib zoneinfo"),
+    "agent.store": Row("agent.model agent.windows", None),
+    "agent.outbox": Row("agent.model agent.notifiers agent.store", None),
+    "agent.client": Row("agent.model", None),
+    "agent.sdnotify": Row("", "os socket time"),
+    "agent.engines": Row("agent.model agent.strict", "msgspec pathlib yaml"),
+    "agent.sources": Row("agent.model"),
+    "agent.sources.engine": Row("agent.engines agent.exposition agent.model", None),
+    "agent.sources.nvml": Row("agent.model", None),
+    "agent.notifiers": Row(
+        "agent.config agent.model agent.notifiers.alertmanager agent.notifiers.heartbeat agent.notifiers.webhook"
+    ),
+    "agent.notifiers.alertmanager": Row("agent.model", None),
+    "agent.notifiers.heartbeat": Row("agent.model", None),
+    "agent.notifiers.webhook": Row("agent.model", None),
+    "agent.web": Row(),
+    "agent.web.app": Row("agent.model agent.web.metrics", None),
+    "agent.web.metrics": Row("agent.model", "prometheus_client"),
+    "agent.web.server": Row("agent.web.app", None),
+    "rules": Row("agent.model agent.signals agent.strict", "importlib msgspec pathlib yaml"),
+    "runbooks": Row(),
+    "drills": Row(),
+}
+# What only an edge may do: ask what time it is. Everybody else is told.
+CLOCK_READERS = frozenset({"agent.loop", "agent.oneshot", "agent.record"})
+CLOCK_CALLS = frozenset(
+    {"time.time", "time.time_ns", "time.localtime", "time.gmtime", "datetime.now", "datetime.utcnow", "date.today"}
+)
+
+
+def name_of(path: Path) -> str:
+    """agent/sources/nvml.py -> agent.sources.nvml."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {name_of(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
+
+
+def imports_of(source: str) -> Iterator[str]:
+    """Every module that a source imports, at whatever depth: inside a function it is imported all the same."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: import by full name, so that the table can be read"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in FILES else str(node.module)
+
+
+def faults(module: str, source: str) -> list[str]:
+    """What `module` imports and may not."""
+    row = MAY_IMPORT.get(module)
+    if row is None:
+        return [f"{module} has no row: add one to MAY_IMPORT in tests/test_imports.py"]
+    found = []
+    for name in sorted(set(imports_of(source))):
+        top = name.partition(".")[0]
+        if top in PACKAGES:
+            allowed = name in row.ours.split()
+        elif top in COMMAND_LINE:
+            allowed = row.foreign is not None and top in row.foreign.split()
+        else:
+            allowed = top in SAFE or row.foreign is None or top in row.foreign.split()
+        if not allowed:
+            found.append(f"{module} may not import {name} (MAY_IMPORT in tests/test_imports.py)")
+    return found
+
+
+def clock_calls(source: str) -> list[str]:
+    """Where a source reads the wall clock, or hands the function that does to somebody: `time.time in line 7`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            dotted = ast.unparse(node)
+            found += [f"{call} in line {node.lineno}" for call in CLOCK_CALLS if f".{dotted}".endswith(f".{call}")]
+        elif isinstance(node, ast.ImportFrom) and node.module == "time":
+            found += [f"from time import {a.name} in line {node.lineno}" for a in node.names if a.name != "monotonic"]
+    return found
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_only_what_the_table_allows(module: str) -> None:
+    """The state machine once asked a socket for the time, and no test of it was true any more."""
+    assert faults(module, FILES[module].read_text()) == []
+
+
+@pytest.mark.parametrize("module", sorted(FILES.keys() - CLOCK_READERS))
+def test_only_edges_read_the_clock(module: str) -> None:
+    """A suspended host: what asked the clock by itself saw nine hours of breach, what counted watched time none."""
+    assert clock_calls(FILES[module].read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "fault"),
+    [
+        ("agent.evaluate", "import time", "agent.evaluate may not import time"),
+        ("agent.evaluate", "def f():\n    import os.path", "agent.evaluate may not import os.path"),
+        ("agent.model", "from agent import stats", "agent.model may not import agent.stats"),
+        ("agent.store", "from rich.table import Table", "agent.store may not import rich.table"),
+        ("agent.brandnew", "", "agent.brandnew has no row: add one to MAY_IMPORT"),
+    ],
+)
+def test_the_table_bites(module: str, source: str, fault: str) -> None:
+    """A check that cannot fail is decoration."""
+    assert any(found.startswith(fault) for found in faults(module, source))
+
+
+def test_the_clock_check_bites() -> None:
+    """The same for the clock: called, handed on, or imported under its bare name."""
+    assert clock_calls("import time\nx = time.time()") == ["time.time in line 2"]
+    assert clock_calls("f(now=datetime.datetime.now)") == ["datetime.now in line 1"]
+    assert clock_calls("from time import time") == ["from time import time in line 1"]
+    assert clock_calls("import time\nfrom time import monotonic\nx = time.monotonic() + at.time.hour") == []
