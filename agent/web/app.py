@@ -1,0 +1,304 @@
+"""What the agent tells over HTTP: one small WSGI application, once for the network and once for the unix socket.
+
+The network's side (`listen`) only reads: /, /livez, /healthz, /metrics. The unix socket's side, guarded by the file's
+mode, adds what the command line and drilld ask for, and the only actions there are.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+import structlog
+
+from agent.model import Book, Signal, SignalSpec
+from agent.web.metrics import SourceStat, make_renderer
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+log = structlog.get_logger()
+
+
+class View(Protocol):
+    """What the web asks of the agent. Every method is called from web threads, several at once, and must not block."""
+
+    def check(self) -> dict[str, Any]:
+        """The contract's `check`: verdict, node, signals; each signal also has severity, evidence and text."""
+
+    def alerts(self, include_resolved: bool) -> list[dict[str, Any]]:
+        """The contract's `alerts`, newest first."""
+
+    def doctor(self) -> dict[str, Any]:
+        """How each quantity is had: {"targets": [...], "gpus": [...], "sources": [...]}.
+
+        A target: {"target", "url", "kind", "model", "build", "engines": [...], "error": text or null, "found": [...]};
+        a GPU: {"uuid", "index", "name", "bdf", "found": [...]}; an item of "found" is a `Found` as a dict, with
+        "required": true where a Gap of it makes its subject blind; a source: {"name", "age_s", "took_s", "error"}.
+        """
+
+    def healthz(self) -> tuple[bool, dict[str, Any]]:
+        """Whether the agent itself is whole, and every part of it by name."""
+
+    def livez(self, now: float) -> tuple[bool, str]:
+        """Whether the tick is in time (not older than the longer of 3 polls and 30 s), and a sentence that says so."""
+
+    def transitions(self, after_id: int) -> list[dict[str, Any]]:
+        """The saved transitions with a larger id, oldest first: {"id", "at", "rule", "subject", "state", …}."""
+
+    def signals(self) -> list[Signal]:
+        """All signals of the last tick."""
+
+    def book(self) -> Book:
+        """The open alerts of the last tick."""
+
+    def release_nvml(self, for_s: float | None) -> dict[str, Any]:
+        """Close all NVML handles, and open them again after `for_s` seconds (None: when asked to)."""
+
+    def reopen_nvml(self) -> dict[str, Any]:
+        """Open NVML again now."""
+
+    def tick_at(self) -> float | None:
+        """When the last tick was finished, unix seconds; None before the first."""
+
+    def source_stats(self) -> Iterable[SourceStat]:
+        """One row a source."""
+
+    def outbox_counts(self) -> Mapping[tuple[str, str], int]:
+        """How many notices are owed, by (channel, state)."""
+
+    def delivery_counts(self) -> Mapping[tuple[str, str], int]:
+        """How many deliveries were tried since the start, by (channel, outcome)."""
+
+
+class Reply(NamedTuple):
+    """An answer. `body` is sent with its length; a HEAD request gets the same without it."""
+
+    status: str
+    content_type: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a handler is given. `now` is unix seconds; `query` holds the last value of each parameter."""
+
+    view: View
+    now: float
+    query: Mapping[str, str]
+    accept: str
+    metrics: Callable[[str], tuple[bytes, str]]
+
+
+class BadRequest(Exception):  # noqa: N818  (named as HTTP names it)
+    """The request's own fault; the text goes back to the caller with status 400."""
+
+
+Handler = Callable[[Request], Reply]
+TEXT = "text/plain; charset=utf-8"
+JSON = "application/json"
+OK = "200 OK"
+
+
+def _jsonable(thing: object) -> object:
+    if isinstance(thing, Mapping):
+        return dict(thing)
+    raise TypeError(f"{type(thing).__name__} has no JSON form")
+
+
+def to_json(thing: object) -> bytes:
+    """JSON with NaN and infinity as null (unknown values are null), indented: people read it with curl."""
+    return msgspec.json.format(msgspec.json.encode(thing, enc_hook=_jsonable), indent=2) + b"\n"
+
+
+def _json(thing: object) -> Reply:
+    return Reply(OK, JSON, to_json(thing))
+
+
+def _text(status: str, text: str) -> Reply:
+    return Reply(status, TEXT, (text.rstrip("\n") + "\n").encode())
+
+
+def _index(_: Request) -> Reply:
+    lines = ["Tocsin watches this node. Here are:", "  /healthz   what works and what does not, by name (JSON)"]
+    lines += ["  /livez     503 only when the agent's own tick is late", "  /metrics   for Prometheus"]
+    return _text(OK, "\n".join([*lines, "", "On the node itself: tocsin check, tocsin alerts, tocsin doctor"]))
+
+
+def _livez(request: Request) -> Reply:
+    alive, why = request.view.livez(request.now)
+    return _text(OK if alive else "503 Service Unavailable", why)
+
+
+def _healthz(request: Request) -> Reply:
+    # Always 200: a kubelet pointed here by mistake would restart the agent because an engine is down. `ok` decides.
+    ok, parts = request.view.healthz()
+    return _json({"ok": ok, **parts})
+
+
+def _metrics(request: Request) -> Reply:
+    body, content_type = request.metrics(request.accept)
+    return Reply(OK, content_type, body)
+
+
+def _check(request: Request) -> Reply:
+    return _json(request.view.check())
+
+
+def _alerts(request: Request) -> Reply:
+    return _json(request.view.alerts(request.query.get("resolved", "1") != "0"))
+
+
+def _doctor(request: Request) -> Reply:
+    return _json(request.view.doctor())
+
+
+def _signals(request: Request) -> Reply:
+    return _json(request.view.signals())
+
+
+def _transitions(request: Request) -> Reply:
+    after = request.query.get("after", "0")
+    if not re.fullmatch(r"[0-9]{1,18}", after):
+        raise BadRequest(f"after={after!r} is not the id of a transition; give a whole number, 0 for all")
+    return _json(request.view.transitions(int(after)))
+
+
+def _release(request: Request) -> Reply:
+    span = request.query.get("for")
+    return _json(request.view.release_nvml(None if span is None else _seconds(span)))
+
+
+def _reopen(request: Request) -> Reply:
+    return _json(request.view.reopen_nvml())
+
+
+def _seconds(span: str) -> float:
+    found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)(ms|s|m|h)", span)
+    if not found:
+        raise BadRequest(f"for={span!r} is not a duration; write 500ms, 60s, 5m or 1h")
+    return float(found[1]) * {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}[found[2]]
+
+
+Routes = Mapping[str, Mapping[str, Handler]]  # path -> method -> handler
+PUBLIC: Routes = {
+    "/": {"GET": _index},
+    "/livez": {"GET": _livez},
+    "/healthz": {"GET": _healthz},
+    "/metrics": {"GET": _metrics},
+}
+PRIVATE: Routes = {
+    **PUBLIC,
+    "/check": {"GET": _check},
+    "/alerts": {"GET": _alerts},
+    "/doctor": {"GET": _doctor},
+    "/signals": {"GET": _signals},
+    "/transitions": {"GET": _transitions},
+    "/nvml/release": {"POST": _release},
+    "/nvml/reopen": {"POST": _reopen},
+}
+# Nothing of ours runs scripts, is framed, cached or read by another site's page.
+SECURITY_HEADERS = [
+    ("Cache-Control", "no-store"),
+    ("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Referrer-Policy", "no-referrer"),
+    ("X-Content-Type-Options", "nosniff"),
+]
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header or a `listen`, without port and brackets, in lower case: "[::1]:9959" -> "::1"."""
+    bracketed = re.fullmatch(r"\[([^\]]*)\](?::[0-9]*)?", host)
+    if bracketed:
+        return bracketed[1].lower()
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdigit() and ":" not in name else host).rstrip(".").lower()
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a bare host name or address means this machine to itself."""
+    try:
+        return ipaddress.ip_address(name.partition("%")[0]).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+def allowed_hosts(listen: str, external_url: str | None) -> frozenset[str] | None:
+    """The Host names to answer to besides loopback's own; None: any (bound to the network, names are not ours to know).
+
+    A page that a browser fetched from evil.example can rebind that name to 127.0.0.1 and read us as its own origin;
+    its requests still say `Host: evil.example`.
+    """
+    bound = host_name(listen)
+    if not is_loopback(bound):
+        return None
+    outside = urlsplit(external_url).hostname if external_url else None
+    return frozenset({bound, *([outside.lower()] if outside else [])})
+
+
+def _refusal(environ: WSGIEnvironment, routes: Routes, hosts: frozenset[str] | None) -> Reply | None:
+    """Why a request is not for us, as an answer; None where it is."""
+    host = host_name(str(environ.get("HTTP_HOST", "")))
+    if host and hosts is not None and host not in hosts and not is_loopback(host):
+        return _text(
+            "421 Misdirected Request",
+            f"This agent listens on loopback and does not answer to the name {host!r}. Ask for 127.0.0.1 or localhost;"
+            " behind a proxy, set `external_url` to the address that people use.",
+        )
+    path = environ.get("PATH_INFO", "/")
+    if path not in routes:
+        return _text("404 Not Found", f"There is no {path!r} here. There is: {' '.join(sorted(routes))}")
+    return None
+
+
+def _handle(request: Request, handlers: Mapping[str, Handler], method: str) -> tuple[Reply, list[tuple[str, str]]]:
+    handler = handlers.get("GET" if method == "HEAD" else method)
+    if handler is None:
+        allowed = ", ".join([*handlers, *(["HEAD"] if "GET" in handlers else [])])
+        return _text("405 Method Not Allowed", f"{method} is not possible here; use {allowed}"), [("Allow", allowed)]
+    try:
+        return handler(request), []
+    except BadRequest as fault:
+        return _text("400 Bad Request", str(fault)), []
+    except Exception:
+        error_id = secrets.token_hex(4)
+        log.exception("request_failed", error_id=error_id)
+        sentence = f"Tocsin failed to answer; its log has the reason under error_id {error_id}"
+        return _text("500 Internal Server Error", sentence), []
+
+
+def make_app(
+    view: View,
+    catalogue: Mapping[str, SignalSpec],
+    clock: Callable[[], float],
+    *,
+    routes: Routes,
+    hosts: frozenset[str] | None = None,
+) -> WSGIApplication:
+    """The application for one listener: PUBLIC routes for the network, PRIVATE ones for the unix socket.
+
+    `clock` gives unix seconds. `hosts`: see allowed_hosts; leave it None for a unix socket, which no browser reaches.
+    """
+    metrics = make_renderer(view, catalogue, clock)
+
+    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        method = str(environ["REQUEST_METHOD"])
+        extra: list[tuple[str, str]] = []
+        reply = _refusal(environ, routes, hosts)
+        if reply is None:
+            query = {key: values[-1] for key, values in parse_qs(environ.get("QUERY_STRING", "")).items()}
+            request = Request(view, clock(), query, str(environ.get("HTTP_ACCEPT", "")), metrics)
+            reply, extra = _handle(request, routes[environ["PATH_INFO"]], method)
+        status, content_type, body = reply
+        headers = [("Content-Type", content_type), ("Content-Length", str(len(body))), *SECURITY_HEADERS, *extra]
+        start_response(status, headers)
+        return [] if method == "HEAD" else [body]
+
+    return app

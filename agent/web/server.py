@@ -1,0 +1,155 @@
+"""Waitress on a TCP address and on a unix socket, each with its own threads: the network cannot starve the CLI."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from waitress import wasyncore
+from waitress.server import create_server
+
+if TYPE_CHECKING:
+    from wsgiref.types import WSGIApplication
+
+SOCKET_MODE = 0o660
+MAX_SOCKET_PATH = 107  # bytes, of Linux
+WORKERS = 2
+STOP_WITHIN_S = 1.0
+LIMITS: dict[str, Any] = {
+    "connection_limit": 64,  # with waitress's select(), well below 1024 descriptors
+    "channel_timeout": 30,  # s that an idle or half-sent request may hold a connection
+    "max_request_header_size": 16 * 1024,
+    "max_request_body_size": 16 * 1024,  # no request of ours has a body
+    "ident": "tocsin",
+}
+
+
+class CannotServe(Exception):  # noqa: N818  (it says what happened)
+    """An address or socket cannot be had; the text says why and what to do."""
+
+
+class Server:
+    """A running server: `address` is what to connect to ("127.0.0.1:9959", or the socket's path)."""
+
+    def __init__(self, app: WSGIApplication, sock: socket.socket, address: str, after: Callable[[], None]) -> None:
+        self.address = address
+        self._after = after
+        self._map: dict[int, Any] = {}
+        # It warns of every request that waits a millisecond for one of two threads.
+        logging.getLogger("waitress.queue").setLevel(logging.ERROR)
+        self._server: Any = create_server(app, map=self._map, sockets=[sock], threads=WORKERS, **LIMITS)
+        self._thread = threading.Thread(target=self._server.run, name=f"web {address}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening, cut connections, end the threads. Takes at most 2 x STOP_WITHIN_S; may be called twice."""
+        if self._thread.is_alive():
+            # The loop's own thread must do it: it sleeps in select() on these very descriptors.
+            self._server.trigger.pull_trigger(lambda: wasyncore.close_all(self._map))
+            self._thread.join(STOP_WITHIN_S)
+        self._server.task_dispatcher.shutdown(timeout=STOP_WITHIN_S)
+        self._after()
+
+
+def split_address(listen: str) -> tuple[str, int]:
+    """("127.0.0.1", 9959) of "127.0.0.1:9959"; IPv6 in brackets, as in "[::1]:9959".
+
+    Raises:
+        CannotServe: it is not host:port.
+    """
+    host, colon, port = listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
+    if not colon or not port.isdigit() or int(port) > 65535 or (":" in host and not listen.startswith("[")):
+        raise CannotServe(f"listen: {listen!r} is not host:port; write 127.0.0.1:9959, or [::1]:9959 for IPv6")
+    return host, int(port)
+
+
+def serve_tcp(app: WSGIApplication, listen: str) -> Server:
+    """Serve on "host:port" (port 0: any free one; see `address`). Of a name's addresses the first IPv4 one is taken.
+
+    Raises:
+        CannotServe: the name is unknown, or the address is taken, foreign or not permitted.
+    """
+    host, port = split_address(listen)
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+        sock = socket.socket(family, kind, protocol)
+    except OSError as fault:
+        raise CannotServe(f"listen: {listen!r}: {fault.strerror}; give an address of this machine") from fault
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen()
+    except OSError as fault:
+        sock.close()
+        remedy = {
+            errno.EADDRINUSE: "another program (another tocsin?) has it: `ss -ltnp` names it; or choose another port",
+            errno.EADDRNOTAVAIL: "this machine has no such address",
+            errno.EACCES: "ports under 1024 are root's: choose one above",
+        }.get(fault.errno or 0, "choose another address")
+        raise CannotServe(f"listen: {listen!r}: {fault.strerror}; {remedy}") from fault
+    bound_host, bound_port = sock.getsockname()[:2]
+    shown = f"[{bound_host}]" if family == socket.AF_INET6 else bound_host
+    return Server(app, sock, f"{shown}:{bound_port}", after=lambda: None)
+
+
+def _refuse_a_living_one(path: Path) -> None:
+    """Raise where somebody answers on the socket `path`, or it is no socket; the file of a dead one is no obstacle."""
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise CannotServe(f"socket: {path} exists and is no socket; move it away, or set `socket:` to another path")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return
+        except OSError as fault:
+            raise CannotServe(f"socket: {path}: {fault.strerror or fault}; is another agent using it?") from fault
+    raise CannotServe(
+        f"socket: {path}: an agent answers there already; stop it first (`systemctl stop tocsin`),"
+        " or give this one its own `socket:`, `listen:` and `state_dir:`"
+    )
+
+
+def serve_unix(app: WSGIApplication, path: Path) -> Server:
+    """Serve on the unix socket `path`, mode 0660; makes its folder, replaces the file that a killed agent left.
+
+    Raises:
+        CannotServe: another agent is alive there, or the path cannot be used.
+    """
+    if len(os.fsencode(path)) >= MAX_SOCKET_PATH:
+        raise CannotServe(f"socket: {path}: longer than {MAX_SOCKET_PATH - 1} bytes, which Linux cannot; shorten it")
+    _refuse_a_living_one(path)
+    # Bound beside its place and then renamed: nobody ever sees it with a wider mode, and a stale file is replaced.
+    beside = path.with_name(path.name + "~")
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.unlink(missing_ok=True)
+        sock.bind(str(beside))
+        beside.chmod(SOCKET_MODE)
+        sock.listen()
+        beside.rename(path)
+        ours = path.stat()
+    except OSError as fault:
+        sock.close()
+        remedy = f"{path.parent} must be a folder that this user may write; or set `socket:` to a path in one"
+        raise CannotServe(f"socket: {path}: {fault.strerror}; {remedy}") from fault
+
+    def remove() -> None:
+        try:
+            if os.path.samestat(path.stat(), ours):
+                path.unlink()
+        except OSError:
+            pass  # somebody else removed it, or we may not: a dead socket file harms nobody
+
+    return Server(app, sock, str(path), after=remove)

@@ -1,0 +1,440 @@
+"""The agent's web side: what it tells whom, what it refuses, and its own metrics, over real sockets."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from agent import sdnotify
+from agent.model import Alert, Book, Signal, SignalSpec, Why
+from agent.web.app import PRIVATE, PUBLIC, allowed_hosts, host_name, make_app
+from agent.web.metrics import SourceStat, metric_name
+from agent.web.server import CannotServe, Server, serve_tcp, serve_unix, split_address
+from tests.needs import need
+
+NOW = 1_000_000.0
+CATALOGUE = {
+    spec.id: spec
+    for spec in (
+        SignalSpec("queue_age_s", "s", "engine", "Age of the oldest request never yet scheduled"),
+        SignalSpec("kv_cache_utilization", "ratio", "engine", "Share of KV blocks in use"),
+        SignalSpec("gpu_temperature", "celsius", "gpu", "Temperature of the GPU"),
+        SignalSpec("preemptions_1h", "", "engine", "Preemptions in the last hour"),
+        SignalSpec("ttft_slow_share", "ratio", "target", "Share of requests over the SLO"),
+    )
+}
+
+
+class FakeView:
+    """An agent that watches one engine and one GPU; the GPU is hot, and the KV gauge is missing."""
+
+    def __init__(self) -> None:
+        self.late = False
+        self.broken = False
+        self.nvml: list[float | None] = []
+        self.checked: dict[str, Any] = {"verdict": "page", "node": "gpu-17", "signals": []}
+
+    def check(self) -> dict[str, Any]:
+        if self.broken:
+            raise RuntimeError("the database is locked at /var/lib/tocsin/secret-name.db")
+        return self.checked
+
+    def alerts(self, include_resolved: bool) -> list[dict[str, Any]]:
+        firing = {"rule": "gpu-temperature", "subject": "GPU-1", "state": "firing"}
+        return [firing, *([{**firing, "state": "resolved"}] if include_resolved else [])]
+
+    def doctor(self) -> dict[str, Any]:
+        return {"targets": [], "gpus": [], "sources": []}
+
+    def healthz(self) -> tuple[bool, dict[str, Any]]:
+        return not self.late, {"sources": {"engine a": {"ok": False, "error": "refused"}}, "age_s": float("nan")}
+
+    def livez(self, now: float) -> tuple[bool, str]:
+        return not self.late, f"the last tick was {now - NOW + 1:g} s ago"
+
+    def transitions(self, after_id: int) -> list[dict[str, Any]]:
+        return [{"id": n, "rule": "gpu-temperature"} for n in (1, 2, 3) if n > after_id]
+
+    def signals(self) -> list[Signal]:
+        return [
+            Signal("queue_age_s", "llama", "value", NOW - 2, value=0.25, unit="s", evidence={"high": float("inf")}),
+            Signal("kv_cache_utilization", "llama", "gap", NOW, unit="ratio", code=Why.MISSING, why="it is gone"),
+            Signal("gpu_temperature", "GPU-1", "value", NOW - 1, value=91.0, unit="celsius", method="exact"),
+            Signal("preemptions_1h", "llama", "idle", NOW, value=4.0),
+            Signal("ttft_slow_share", "llama", "na", NOW, why="not told"),
+        ]
+
+    def book(self) -> Book:
+        hot = Alert("gpu-temperature", "GPU-1", "firing", "ticket", since=NOW - 60)
+        slow = Alert("queue-age", "llama", "pending", "page", since=NOW - 5)
+        return Book({("gpu-temperature", "GPU-1"): hot, ("queue-age", "llama"): slow})
+
+    def release_nvml(self, for_s: float | None) -> dict[str, Any]:
+        self.nvml.append(for_s)
+        return {"released": True}
+
+    def reopen_nvml(self) -> dict[str, Any]:
+        return {"released": False}
+
+    def tick_at(self) -> float | None:
+        return NOW - 1
+
+    def source_stats(self) -> list[SourceStat]:
+        return [SourceStat("engine llama", 0.012, 3), SourceStat("nvml", None, 0)]
+
+    def outbox_counts(self) -> Mapping[tuple[str, str], int]:
+        return {("alertmanager", "waiting"): 2}
+
+    def delivery_counts(self) -> Mapping[tuple[str, str], int]:
+        return {("alertmanager", "accepted"): 7}
+
+
+@pytest.fixture
+def view() -> FakeView:
+    return FakeView()
+
+
+@pytest.fixture
+def tcp(view: FakeView) -> Iterator[Server]:
+    hosts = allowed_hosts("127.0.0.1:0", "https://tocsin.example/gpu-17")
+    server = serve_tcp(make_app(view, CATALOGUE, lambda: NOW, routes=PUBLIC, hosts=hosts), "127.0.0.1:0")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def unix(view: FakeView, tmp_path: Path) -> Iterator[Server]:
+    server = serve_unix(make_app(view, CATALOGUE, lambda: NOW, routes=PRIVATE), tmp_path / "run" / "t.sock")
+    yield server
+    server.close()
+
+
+def fetch(server: Server, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
+    """Status, headers and body, over TCP or the unix socket."""
+    connection = http.client.HTTPConnection(server.address if ":" in server.address else "localhost", timeout=10)
+    if "/" in server.address:
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.settimeout(10)
+        connection.sock.connect(server.address)
+    try:
+        connection.request(method, path, headers={k.replace("_", "-"): v for k, v in headers.items()})
+        reply = connection.getresponse()
+        return reply.status, dict(reply.getheaders()), reply.read().decode()
+    finally:
+        connection.close()
+
+
+def test_a_late_tick_fails_livez_and_nothing_else_does(view: FakeView, tcp: Server) -> None:
+    """An engine was down, the kubelet restarted the agent for it, and the page about the engine never left."""
+    status, _, text = fetch(tcp, "/livez")
+    assert (status, text) == (200, "the last tick was 1 s ago\n")
+    view.late = True
+    assert fetch(tcp, "/livez")[0] == 503
+    status, _, text = fetch(tcp, "/healthz")
+    assert status == 200
+    assert json.loads(text) == {
+        "ok": False,
+        "sources": {"engine a": {"ok": False, "error": "refused"}},
+        "age_s": None,
+    }
+
+
+@pytest.mark.parametrize("path", ["/check", "/alerts", "/nvml/release", "/nvml/reopen", "/transitions", "/doctor"])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_the_network_gets_no_actions(view: FakeView, tcp: Server, path: str, method: str) -> None:
+    """A pod next door posted /nvml/release in a loop and blinded the agent."""
+    assert fetch(tcp, path, method)[0] == 404
+    assert view.nvml == []
+
+
+def test_the_socket_gets_everything(view: FakeView, unix: Server) -> None:
+    """drilld and the command line ask on the socket what the page does not show."""
+    assert json.loads(fetch(unix, "/check")[2]) == view.checked
+    assert [a["state"] for a in json.loads(fetch(unix, "/alerts")[2])] == ["firing", "resolved"]
+    assert [a["state"] for a in json.loads(fetch(unix, "/alerts?resolved=0")[2])] == ["firing"]
+    assert [t["id"] for t in json.loads(fetch(unix, "/transitions?after=1")[2])] == [2, 3]
+    assert json.loads(fetch(unix, "/doctor")[2]) == {"targets": [], "gpus": [], "sources": []}
+    queue, kv = json.loads(fetch(unix, "/signals")[2])[:2]
+    assert (queue["id"], queue["value"], queue["evidence"]) == ("queue_age_s", 0.25, {"high": None})
+    assert (kv["state"], kv["code"], kv["value"]) == ("gap", "missing", None)
+    assert fetch(unix, "/metrics")[0] == fetch(unix, "/livez")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("query", "want"), [("", None), ("?for=60s", 60.0), ("?for=500ms", 0.5), ("?for=1.5m", 90.0), ("?for=1h", 3600.0)]
+)
+def test_nvml_is_released_for_a_time(view: FakeView, unix: Server, query: str, want: float | None) -> None:
+    """A driver reload waits for every open handle; the agent lets go and comes back by itself."""
+    assert json.loads(fetch(unix, "/nvml/release" + query, "POST")[2]) == {"released": True}
+    assert view.nvml == [want]
+    assert json.loads(fetch(unix, "/nvml/reopen", "POST")[2]) == {"released": False}
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status", "says"),
+    [
+        ("/nvml/release?for=60", "POST", 400, "for='60' is not a duration; write 500ms, 60s, 5m or 1h"),
+        ("/transitions?after=-1", "GET", 400, "after='-1' is not the id of a transition"),
+        ("/nvml/release", "GET", 405, "use POST"),
+        ("/check", "DELETE", 405, "use GET, HEAD"),
+        ("/wp-login.php", "GET", 404, "There is no '/wp-login.php' here. There is: / /alerts /check"),
+    ],
+)
+def test_a_wrong_request_is_told_what_to_do(unix: Server, path: str, method: str, status: int, says: str) -> None:
+    """'400 Bad Request' without a word costs ten minutes with the source."""
+    got, headers, text = fetch(unix, path, method)
+    assert (got, says in text) == (status, True), text
+    assert ("Allow" in headers) == (status == 405)
+
+
+def test_a_rebound_name_reads_nothing(tcp: Server) -> None:
+    """A web page rebound its own name to 127.0.0.1 and read the node's metrics through the admin's browser."""
+    port = tcp.address.rpartition(":")[2]
+    status, _, text = fetch(tcp, "/metrics", Host=f"evil.example:{port}")
+    assert status == 421
+    assert "external_url" in text
+    assert "tocsin_" not in text
+    ours = (f"localhost:{port}", "127.0.0.1", "127.8.8.8:80", f"[::1]:{port}", "tocsin.example", "TOCSIN.example.")
+    for host in ours:
+        assert fetch(tcp, "/metrics", Host=host)[0] == 200, host
+
+
+@pytest.mark.parametrize(
+    ("listen", "external", "want"),
+    [
+        ("127.0.0.1:9959", None, frozenset({"127.0.0.1"})),
+        ("localhost:9959", "https://T.example:8443/x", frozenset({"localhost", "t.example"})),
+        ("[::1]:9959", None, frozenset({"::1"})),
+        ("0.0.0.0:9959", None, None),
+        ("[::]:9959", None, None),
+        ("10.0.0.7:9959", "https://t.example", None),
+    ],
+)
+def test_which_names_are_ours(listen: str, external: str | None, want: frozenset[str] | None) -> None:
+    """Bound to the network, kubelet and Prometheus ask by pod IP, node name or service name: none of them is known."""
+    assert allowed_hosts(listen, external) == want
+
+
+def test_host_names_are_cut_from_ports() -> None:
+    """An unbracketed IPv6 address has colons and no port."""
+    assert [host_name(h) for h in ("a:1", "[::1]", "[fe80::1%eth0]:9", "::1", "A.", "")] == [
+        "a", "::1", "fe80::1%eth0", "::1", "a", "",
+    ]  # fmt: skip
+
+
+def test_head_is_get_without_a_body(tcp: Server) -> None:
+    """Load balancers probe with HEAD."""
+    status, headers, body = fetch(tcp, "/livez", "HEAD")
+    assert (status, body, headers["Content-Length"]) == (200, "", "26")  # "the last tick was 1 s ago\n"
+
+
+def test_pages_cannot_be_framed_sniffed_or_cached(tcp: Server) -> None:
+    """The headers are there on every answer, errors too."""
+    for path in ("/", "/healthz", "/metrics", "/none"):
+        headers = fetch(tcp, path)[1]
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cache-Control"] == "no-store"
+        assert headers["Content-Security-Policy"] == "default-src 'none'; frame-ancestors 'none'"
+        assert headers["Server"] == "tocsin"
+
+
+def test_an_own_fault_is_a_short_id(view: FakeView, unix: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """A traceback in an answer shows paths and values to whoever asks; the log has it under an id."""
+    view.broken = True
+    status, _, text = fetch(unix, "/check")
+    assert status == 500
+    assert "secret-name" not in text
+    assert "Traceback" not in text
+    error_id = text.split("error_id ")[1].strip()
+    assert len(error_id) == 8
+    assert error_id in "".join(capsys.readouterr())
+    view.broken = False
+    assert fetch(unix, "/check")[0] == 200
+
+
+def metrics_of(server: Server) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = text_string_to_metric_families(fetch(server, "/metrics")[2])
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def test_metrics_say_what_the_signals_say(tcp: Server) -> None:
+    """A Gap's series must be absent, not 0 and not its last value: an alert on it would resolve or lie."""
+    got = metrics_of(tcp)
+    assert got["tocsin_queue_age_seconds", (("engine", "llama"), ("subject", "llama"))] == 0.25
+    assert got["tocsin_gpu_temperature_celsius", (("gpu", "GPU-1"), ("subject", "GPU-1"))] == 91.0
+    assert got["tocsin_signal_age_seconds", (("signal", "queue_age_s"), ("subject", "llama"))] == 2.0
+    gap = (("reason", "missing"), ("signal", "kv_cache_utilization"), ("subject", "llama"))
+    assert got["tocsin_signal_gap", gap] == 1.0
+    hot = (("rule", "gpu-temperature"), ("severity", "ticket"), ("subject", "GPU-1"))
+    assert got["tocsin_alert_state", hot] == 2.0
+    slow = (("rule", "queue-age"), ("severity", "page"), ("subject", "llama"))
+    assert got["tocsin_alert_state", slow] == 1.0
+    assert got["tocsin_source_duration_seconds", (("source", "engine llama"),)] == 0.012
+    assert got["tocsin_source_errors_total", (("source", "engine llama"),)] == 3.0
+    assert got["tocsin_outbox_notices", (("channel", "alertmanager"), ("state", "waiting"))] == 2.0
+    assert got["tocsin_notifications_total", (("channel", "alertmanager"), ("outcome", "accepted"))] == 7.0
+    assert got["tocsin_tick_timestamp_seconds", ()] == NOW - 1
+    names = {name for name, _ in got}
+    assert {"process_resident_memory_bytes", "process_cpu_seconds_total"} <= names
+    assert not names & {"tocsin_kv_cache_utilization_ratio", "tocsin_preemptions_1h", "tocsin_ttft_slow_share_ratio"}
+
+
+def test_metrics_come_as_openmetrics_to_who_asks(tcp: Server) -> None:
+    """Prometheus asks for OpenMetrics first; it must get what the content type says."""
+    accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+    _, headers, text = fetch(tcp, "/metrics", Accept=accept)
+    assert headers["Content-Type"].startswith("application/openmetrics-text")
+    assert text.endswith("# EOF\n")
+    assert fetch(tcp, "/metrics")[1]["Content-Type"].startswith("text/plain; version=0.0.4")
+
+
+@pytest.mark.parametrize(
+    ("signal", "unit", "want"),
+    [
+        ("queue_age_s", "s", "tocsin_queue_age_seconds"),
+        ("kv_cache_utilization", "ratio", "tocsin_kv_cache_utilization_ratio"),
+        ("gpu_temperature", "celsius", "tocsin_gpu_temperature_celsius"),
+        ("gpu_temp_c", "celsius", "tocsin_gpu_temp_celsius"),
+        ("gpu_memory_free", "bytes", "tocsin_gpu_memory_free_bytes"),
+        ("preemptions_1h", "", "tocsin_preemptions_1h"),
+        ("error_burn_fast", "x", "tocsin_error_burn_fast"),
+    ],
+)
+def test_metric_names_end_in_their_base_unit(signal: str, unit: str, want: str) -> None:
+    """The field's habit; dashboards and promtool hold one to it."""
+    assert metric_name(SignalSpec(signal, unit, "engine", "help")) == want
+
+
+@pytest.mark.heavy
+def test_promtool_likes_the_page(tcp: Server) -> None:
+    """Prometheus's own linter reads the page and has nothing to say."""
+    need("promtool")
+    page = fetch(tcp, "/metrics")[2]
+    done = subprocess.run(["promtool", "check", "metrics"], input=page, text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_the_socket_is_for_owner_and_group(unix: Server) -> None:
+    """Anyone on the node could have released NVML; only owner and group may connect."""
+    assert stat.S_IMODE(Path(unix.address).stat().st_mode) == 0o660
+
+
+def test_a_killed_agent_s_socket_is_replaced(view: FakeView, tmp_path: Path) -> None:
+    """After kill -9 the file stays behind; the next start must not need a person to remove it."""
+    path = tmp_path / "t.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    assert path.is_socket()
+    server = serve_unix(make_app(view, CATALOGUE, lambda: NOW, routes=PRIVATE), path)
+    assert fetch(server, "/livez")[0] == 200
+    server.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_living_agent_s_socket_is_not_taken(view: FakeView, unix: Server) -> None:
+    """A second `tocsin run` must not steal the first one's socket, nor remove it when it gives up."""
+    with pytest.raises(CannotServe, match="an agent answers there already; stop it first"):
+        serve_unix(make_app(view, CATALOGUE, lambda: NOW, routes=PRIVATE), Path(unix.address))
+    assert fetch(unix, "/livez")[0] == 200
+
+
+def test_closing_leaves_a_successor_s_socket_alone(view: FakeView, tmp_path: Path) -> None:
+    """The old agent was still stopping when the new one had its socket in place already."""
+    path = tmp_path / "t.sock"
+    app = make_app(view, CATALOGUE, lambda: NOW, routes=PRIVATE)
+    old = serve_unix(app, path)
+    path.unlink()
+    new = serve_unix(app, path)
+    old.close()
+    assert fetch(new, "/livez")[0] == 200
+    new.close()
+
+
+def test_what_cannot_be_served_says_why(view: FakeView, tcp: Server, tmp_path: Path) -> None:
+    """'OSError: [Errno 98]' at 3 a.m.; the message names the key, the value and the next step."""
+    app = make_app(view, CATALOGUE, lambda: NOW, routes=PUBLIC)
+    with pytest.raises(CannotServe, match=r"listen: '127\.0\.0\.1:\d+': Address already in use; .*ss -ltnp"):
+        serve_tcp(app, tcp.address)
+    with pytest.raises(CannotServe, match="no such address"):
+        serve_tcp(app, "192.0.2.1:0")
+    with pytest.raises(CannotServe, match="is not host:port; write 127"):
+        serve_tcp(app, "9959")
+    plain = tmp_path / "file"
+    plain.write_text("precious")
+    with pytest.raises(CannotServe, match="exists and is no socket"):
+        serve_unix(app, plain)
+    assert plain.read_text() == "precious"
+    with pytest.raises(CannotServe, match="must be a folder that this user may write"):
+        serve_unix(app, plain / "t.sock")
+    with pytest.raises(CannotServe, match="longer than 106 bytes"):
+        serve_unix(app, tmp_path / ("x" * 120))
+
+
+def test_addresses_are_split() -> None:
+    """IPv6 needs its brackets, else the port cannot be told from the address."""
+    assert split_address("127.0.0.1:9959") == ("127.0.0.1", 9959)
+    assert split_address("[::1]:9959") == ("::1", 9959)
+    assert split_address(":9959") == ("", 9959)
+    for wrong in ("::1:9959", "host", "host:", "host:http", "host:70000"):
+        with pytest.raises(CannotServe):
+            split_address(wrong)
+
+
+def test_a_stuck_client_does_not_keep_the_server_from_stopping(view: FakeView) -> None:
+    """SIGTERM has 5 s; a half-sent request must not use them up."""
+    server = serve_tcp(make_app(view, CATALOGUE, lambda: NOW, routes=PUBLIC), "127.0.0.1:0")
+    host, port = split_address(server.address)
+    with socket.create_connection((host, port)) as stuck:
+        stuck.sendall(b"GET /livez HT")
+        assert fetch(server, "/livez")[0] == 200
+        started = time.monotonic()
+        server.close()
+        assert time.monotonic() - started < 3.0
+    server.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, port))
+
+
+def test_many_ask_at_once(tcp: Server) -> None:
+    """Eight scrapers at once all get whole pages from two threads."""
+    got: list[int] = []
+    threads = [threading.Thread(target=lambda: got.append(len(fetch(tcp, "/healthz")[2]))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(got) == 8
+    assert len(set(got)) == 1
+
+
+def test_systemd_is_told(tmp_path: Path) -> None:
+    """Type=notify waits for READY=1; without systemd nothing happens."""
+    assert not sdnotify.notify("READY=1", env={})
+    assert not sdnotify.notify("READY=1", env={"NOTIFY_SOCKET": str(tmp_path / "gone")})
+    for address in (str(tmp_path / "n"), f"@tocsin-test-{os.getpid()}"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+            systemd.bind("\0" + address[1:] if address[0] == "@" else address)
+            systemd.settimeout(5)
+            assert sdnotify.notify("READY=1", "STATUS=watching 8 GPUs", env={"NOTIFY_SOCKET": address})
+            assert systemd.recv(1000) == b"READY=1\nSTATUS=watching 8 GPUs"
+
+
+def test_the_watchdog_is_for_this_process_only() -> None:
+    """WATCHDOG_USEC is inherited by children; only the process that it names must feed it."""
+    mine = str(os.getpid())
+    assert sdnotify.watchdog_s({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": mine}) == 30.0
+    assert sdnotify.watchdog_s({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}) is None
+    assert sdnotify.watchdog_s({"WATCHDOG_USEC": "0", "WATCHDOG_PID": mine}) is None
+    assert sdnotify.watchdog_s({}) is None
