@@ -193,6 +193,7 @@ class Signal:
     code: Why | None = None
     low: float | None = None
     high: float | None = None
+    quiet: str | None = None  # in breach by design, and why: shown, never starts an alert
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +278,11 @@ class Alert:
     severity: Severity
     since: float  # first sample in breach
     fired_at: float | None = None
-    breach_s: float = 0.0  # watched seconds in breach, 0 at the first sample
+    breach_s: float | None = None  # watched seconds in breach, 0 at the first sample; None while only undecided
     clear_s: float | None = None  # watched seconds back in range; None while in breach
     blind_s: float = 0.0
     idle_s: float = 0.0
+    seen_at: float = 0.0  # time of the last signal that counted
     value: float | None = None
     limit: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict)

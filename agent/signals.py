@@ -1,0 +1,908 @@
+"""Samples and windows to signals: one small pure function each, one table (`SIGNALS`).
+
+Meanings and formulas: the product's threshold specification (README, "The ten thresholds"); which engine's metric feeds
+a sample: agent/engines/*.yaml. A signal is computed for one rule, since window, counts and SLO are the rule's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent.model import Alert, GpuFacts, Rule, Sample, Signal, SignalSpec, Slo, Why
+from agent.stats import Buckets, add_buckets, in_last_bucket, quantile, slow_share, wilson_lower
+from agent.windows import Windows
+
+WARMUP_S = 180.0  # after an engine's (re)start
+COLD_CACHE_S = 600.0
+RESTART_HUSH_S = 900.0  # qps-change
+STALE_S = 60.0
+HALF = 0.5
+PROGRESS = (("generation_tokens", ""), ("ttft", "count"), ("prompt_tokens", ""))
+HW_THERMAL, HW_POWER_BRAKE = 0x40, 0x80  # nvml.h: nvmlClocksEventReasonHwThermalSlowdown, ...HwPowerBrakeSlowdown
+MANY = 720  # failed reads in a row: more are not counted
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One /metrics address as configured or found, and what is known of it. `gpus` are indices."""
+
+    name: str
+    engines: tuple[str, ...]
+    slo: Slo = field(default_factory=Slo)
+    profile: str = "latency"
+    gpus: tuple[int, ...] = ()
+    first_seen_at: float = 0.0
+    ever_up: bool = True
+    startup_within_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What signals are computed from. `gpu_full_at_start`: memory share of a GPU 10 m after its engine's start."""
+
+    windows: Windows
+    now: float
+    node: str
+    slo: Slo
+    targets: Mapping[str, Target]
+    gpus: Mapping[str, GpuFacts] = field(default_factory=dict)
+    sources: tuple[str, ...] = ()
+    gpu_full_at_start: Mapping[str, float] = field(default_factory=dict)
+    clip_windows_to_s: float | None = None  # `tocsin check` without an agent: windows as long as it watched
+    memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # what several rules ask of one tick
+
+    def target_of(self, subject: str) -> Target | None:
+        """The target of a target's or an engine's subject."""
+        if subject in self.targets:
+            return self.targets[subject]
+        return next((t for t in self.targets.values() if subject in t.engines), None)
+
+    def slo_of(self, subject: str) -> Slo:
+        """The service levels that hold for a subject."""
+        target = self.target_of(subject)
+        return self.slo if target is None else target.slo
+
+    def target_on(self, uuid: str) -> Target | None:
+        """The one target on a GPU; None where there is none, or more than one."""
+        gpu = self.gpus.get(uuid)
+        on = [t for t in self.targets.values() if gpu is not None and gpu.index in t.gpus]
+        return on[0] if len(on) == 1 else None
+
+
+class Ask:
+    """One question: a rule about a subject, now. Short words for what every signal function needs."""
+
+    def __init__(self, scene: Scene, spec: SignalSpec, rule: Rule, subject: str, not_before: float) -> None:
+        self.scene, self.spec, self.rule, self.subject = scene, spec, rule, subject
+        self.windows, self.now = scene.windows, scene.now
+        self.not_before = not_before  # observations from before an alert's last resolve never count again
+        target = scene.target_of(subject)
+        self.target = target
+        self.slo = scene.slo_of(subject)
+
+    def value(self, value: float, *, at: float | None = None, **more: Any) -> Signal:
+        """A measured value."""
+        return Signal(self.rule.signal, self.subject, "value", self.now if at is None else at, value,
+                      self.spec.unit, **more)
+
+    def gap(self, code: Why, why: str) -> Signal:
+        """It should be there and is not; what a card or version does not have at all is N/A."""
+        if code is Why.NOT_SUPPORTED:
+            return self.na(why)
+        return Signal(self.rule.signal, self.subject, "gap", self.now, unit=self.spec.unit, why=why, code=code)
+
+    def idle(self, why: str, value: float | None = None, **more: Any) -> Signal:
+        """Nothing to judge; a value may be shown."""
+        return Signal(self.rule.signal, self.subject, "idle", self.now, value, self.spec.unit, why=why, **more)
+
+    def na(self, why: str) -> Signal:
+        """No such thing here."""
+        return Signal(self.rule.signal, self.subject, "na", self.now, unit=self.spec.unit, why=why)
+
+    def latest(self, name: str, subject: str | None = None) -> Sample | Signal:
+        """A gauge's last sample, or the signal that says why there is none."""
+        got = self.windows.latest(subject or self.subject, name, self.now)
+        return got if isinstance(got, Sample) else self.gap(got.code, got.why)
+
+    def problem(self, name: str, subject: str | None = None) -> Signal | None:
+        """Why a counter or histogram is not told now."""
+        gap = self.windows.problem(subject or self.subject, name, self.now)
+        return None if gap is None else self.gap(gap.code, gap.why)
+
+    def window_s(self, window_s: float | None = None) -> float:
+        """The rule's window, or as long as was watched where `check` samples alone."""
+        asked = window_s or self.rule.window_s or 300.0
+        return asked if self.scene.clip_windows_to_s is None else min(asked, self.scene.clip_windows_to_s)
+
+    def start(self, window_s: float | None = None) -> float:
+        """Where the window starts: never before the alert's last resolve."""
+        return max(self.now - self.window_s(window_s), self.not_before)
+
+    def uncovered(self, name: str, subject: str | None = None) -> Signal | None:
+        """A window less than half covered is a Gap."""
+        window_s = self.window_s()
+        watched_s = self.windows.watched_s(subject or self.subject, name, self.now - window_s)
+        if watched_s >= HALF * window_s - self.windows.interval_s / 2:
+            return None
+        return self.gap(Why.NOT_COVERED, f"watched {watched_s:.0f} s of the last {window_s:.0f} s")
+
+    def started_s(self, name: str, subject: str | None = None) -> float | None:
+        """Seconds since the engine (re)started; None where it is not known."""
+        at = self.windows.restarted_at(subject or self.subject, name)
+        return None if at is None else self.now - at
+
+    def asleep(self, subject: str | None = None) -> Signal | None:
+        """An engine that sleeps is judged by nothing."""
+        got = self.windows.latest(subject or self.subject, "asleep", self.now)
+        return self.na("asleep") if isinstance(got, Sample) and got.value > 0 else None
+
+    def warming_up(self, name: str, span_s: float = WARMUP_S, subject: str | None = None) -> str | None:
+        """Why an engine that has just (re)started is not judged yet."""
+        up_s = self.started_s(name, subject)
+        return f"warming up, started {up_s:.0f} s ago" if up_s is not None and up_s < span_s else None
+
+    def count(self, name: str, subject: str, start: float, key: str = "") -> float:
+        """Increase of one counter since `start`."""
+        return self.windows.increase(subject, name, start, key=key)
+
+
+def progress_at(ask: Ask, subject: str, since: float) -> float | None:
+    """When tokens, first tokens or prompt tokens of an engine last moved, not looking back beyond `since`."""
+    moved = None
+    for name, key in PROGRESS:
+        last = None
+        for at, total in ask.windows.history(subject, name, since, key):
+            if last is not None and total != last and (moved is None or at > moved):
+                moved = at
+            last = total
+    return moved
+
+
+def stale(ask: Ask, name: str, value: float) -> Signal | None:
+    """A gauge that claims work, unchanged for 60 s while no counter moves, is not believed."""
+    since = ask.now - STALE_S - 2 * ask.windows.interval_s
+    history = list(ask.windows.history(ask.subject, name, since))
+    if value <= 0 or len(history) < 2 or history[-1][0] - history[0][0] < STALE_S:
+        return None
+    if any(v != value for _, v in history) or progress_at(ask, ask.subject, since) is not None:
+        return None
+    return ask.gap(Why.STALE, f"stands at {value:g} for {STALE_S:.0f} s while no counter moves")
+
+
+# --- the ten ---------------------------------------------------------------------------------------------------------
+
+
+def queue_age_s(ask: Ask) -> Signal:
+    """H1. First-come-first-served bound on the age of the oldest request never yet scheduled.
+
+    With A_j = first tokens so far + waiting at read j, the head of the queue is request number (first tokens + 1); it
+    arrived between the two reads around which A crossed that number, and where in between is interpolated.
+    """
+    sleeping = ask.asleep()
+    waiting = ask.latest("waiting")
+    if sleeping or isinstance(waiting, Signal):
+        return sleeping or waiting  # type: ignore[return-value]
+    told = ask.problem("ttft")
+    if told is not None:
+        return told
+    frozen = stale(ask, "waiting", waiting.value)
+    if frozen is not None:
+        return frozen
+    age_s, low_s, high_s = queue_age_bound(ask, waiting)
+    warm = ask.warming_up("waiting")
+    evidence = {"waiting": waiting.value, "low_s": low_s, "high_s": high_s}
+    method = "exact" if waiting.value <= 0 else "bound"
+    if warm:
+        return ask.idle(warm, age_s, method=method, evidence=evidence)
+    return ask.value(age_s, at=waiting.at, method=method, evidence=evidence, low=low_s, high=high_s)
+
+
+def queue_age_bound(ask: Ask, waiting: Sample) -> tuple[float, float, float | None]:
+    """(age, at least, at most) of the head of the queue in seconds; at most is None where the wait began unseen."""
+    if waiting.value <= 0:
+        return 0.0, 0.0, 0.0
+    head = now = after_at = after = None
+    for at, first, wait in ask.windows.backward(ask.subject, ("ttft", "count"), ("waiting", "")):
+        if head is None or now is None or after_at is None or after is None:
+            head, now, after_at, after = first + 1, at, at, first + wait
+            continue
+        arrived = first + wait
+        if arrived < head:
+            share = (head - arrived) / (after - arrived)
+            return now - (at + share * (after_at - at)), now - after_at, now - at
+        after_at, after = at, arrived
+    return (0.0, 0.0, None) if now is None or after_at is None else (now - after_at, now - after_at, None)
+
+
+def kv_cache_utilization(ask: Ask) -> Signal:
+    """H2. The share of KV-cache blocks that requests refer to."""
+    sleeping = ask.asleep()
+    got = ask.latest("kv_usage")
+    if sleeping or isinstance(got, Signal):
+        return sleeping or got  # type: ignore[return-value]
+    return stale(ask, "kv_usage", got.value) or ask.value(got.value, at=got.at)
+
+
+def preemptions(ask: Ask) -> Signal:
+    """H3. Preemptions in the window (an hour); vLLM counts one at its victim's next output."""
+    missing = ask.asleep() or ask.problem("preemptions") or ask.uncovered("preemptions")
+    if missing:
+        return missing
+    start = ask.start()
+    return ask.value(ask.count("preemptions", ask.subject, start), evidence={"window_s": ask.window_s()})
+
+
+def graph_fallback(ask: Ask) -> Signal:
+    """H4. Decode steps that ran eager though their shape is captured; no stock vLLM tells it."""
+    got = ask.windows.latest(ask.subject, "graph_fallback", ask.now)
+    if isinstance(got, Sample):
+        return ask.value(got.value, at=got.at)
+    return ask.na("this engine does not tell its CUDA-graph fallbacks (vLLM: only the in-engine probe can)")
+
+
+def latency_buckets(ask: Ask, name: str, start: float) -> Buckets:
+    """A histogram's increase since `start`, all engines of the target added bound by bound."""
+    assert ask.target is not None  # noqa: S101  (subjects of this signal are targets)
+    memo = ask.scene.memo
+    if (ask.target.name, name, start) not in memo:
+        memo[(ask.target.name, name, start)] = add_buckets(
+            {bound(key): rise for key, rise in ask.windows.increases(engine, name, start).items()
+             if key not in ("sum", "count")}
+            for engine in ask.target.engines)
+    buckets: Buckets = memo[(ask.target.name, name, start)]
+    return buckets
+
+
+def bound(key: str) -> float:
+    """A bucket's upper bound from its `le`."""
+    return math.inf if key == "+Inf" else float(key)
+
+
+def slow_signal(name: str) -> Callable[[Ask], Signal]:
+    """H5, H6, M2. Wilson's lower bound of the share that was certainly slower than the SLO."""
+    return lambda ask: judge_slow(ask, name, undecided=False)
+
+
+def undecided_signal(name: str) -> Callable[[Ask], Signal]:
+    """The same for what was possibly slower, where what is certain does not decide: the SLO lies inside a bucket."""
+    return lambda ask: judge_slow(ask, name, undecided=True)
+
+
+def judge_slow(ask: Ask, name: str, *, undecided: bool) -> Signal:
+    """A target's slow share over the rule's window, or over 30 m where that has too few observations."""
+    limit_s = promised(ask, "limit")
+    if limit_s is None:
+        return ask.na(f"slo.{ask.rule.params['limit'][1]} is not set")
+    missing = target_trouble(ask, name)
+    if missing:
+        return missing
+    buckets, window_s = enough(ask, name)
+    n = buckets[-1][1] if buckets else 0.0
+    needed = ask.rule.min_count or 1
+    if n < needed:
+        return ask.idle(f"{n:.0f} of at least {needed} in the last {window_s / 60:.0f} min")
+    few = too_few_requests(ask, window_s)
+    if few:
+        return few
+    return slow_verdict(ask, name, buckets, limit_s, window_s, undecided=undecided)
+
+
+def slow_verdict(ask: Ask, name: str, buckets: Buckets, limit_s: float, window_s: float, *, undecided: bool) -> Signal:
+    """Certain or possible slow share as a signal, with p99, n and the bounds as evidence."""
+    if zeros_only(ask, name, buckets, window_s):
+        return ask.gap(Why.NO_DATA, f"all {buckets[-1][1]:.0f} observations are 0 s: the engine records zeros")
+    share = slow_share(limit_s, buckets)
+    if math.isinf(share.high_bound) and share.possible > 0:
+        return ask.gap(Why.OFF_SCALE, f"{share.possible:.0f} of {share.n:.0f} are over the last bound"
+                       f" {share.low_bound:g} s and the limit {limit_s:g} s lies above it")
+    certain = counted(ask, share.certain, share.n)
+    over = in_last_bucket(0.99, buckets)
+    evidence = {"p99_s": quantile(0.99, buckets), "p99_over": over, "n": share.n, "window_s": window_s,
+                "slow": share.certain, "possibly_slow": share.possible, "slo_s": limit_s,
+                "bounds_s": [share.low_bound, share.high_bound]}
+    if not undecided:
+        return ask.value(certain, method="histogram", evidence=evidence)
+    possible = counted(ask, share.possible, share.n)
+    return ask.value(0.0 if certain > ask.rule.factor else possible, method="histogram", evidence=evidence)
+
+
+def counted(ask: Ask, bad: float, n: float) -> float:
+    """Wilson's lower bound of bad in n; 0 below the rule's smallest number of bad ones."""
+    return wilson_lower(bad, n) if bad >= (ask.rule.min_bad or 0) else 0.0
+
+
+def zeros_only(ask: Ask, name: str, buckets: Buckets, window_s: float) -> bool:
+    """Every observation in the first bucket with a sum of 0: an engine that records zeros proves nothing."""
+    if not buckets or buckets[0][1] < buckets[-1][1]:
+        return False
+    assert ask.target is not None  # noqa: S101
+    return sum(ask.count(name, e, ask.start(window_s), "sum") for e in ask.target.engines) == 0
+
+
+def target_trouble(ask: Ask, name: str) -> Signal | None:
+    """Why a target is not judged: asleep as a whole, not told, not covered, warming up."""
+    assert ask.target is not None  # noqa: S101
+    if not ask.target.engines:
+        return ask.gap(Why.MISSING, "no page was read yet")
+    if all(ask.asleep(e) for e in ask.target.engines):
+        return ask.na("asleep")
+    for engine in ask.target.engines:
+        trouble = ask.problem(name, engine) or ask.uncovered(name, engine)
+        if trouble:
+            return trouble
+        warm = ask.warming_up(name, subject=engine)
+        if warm:
+            return ask.idle(warm)
+    return None
+
+
+def enough(ask: Ask, name: str) -> tuple[Buckets, float]:
+    """The increase over the rule's window, or over 30 m where that has too few and 30 m were watched."""
+    window_s = ask.window_s()
+    buckets = latency_buckets(ask, name, ask.start())
+    if buckets and buckets[-1][1] >= (ask.rule.min_count or 1):
+        return buckets, window_s
+    long_s = ask.window_s(1800.0)
+    assert ask.target is not None  # noqa: S101
+    watched = min(ask.windows.watched_s(e, name, ask.now - long_s) for e in ask.target.engines)
+    if watched < HALF * long_s:
+        return buckets, window_s
+    return latency_buckets(ask, name, ask.start(long_s)), long_s
+
+
+def too_few_requests(ask: Ask, window_s: float) -> Signal | None:
+    """Many gaps between tokens may come from a handful of requests: those say nothing of p99."""
+    needed = ask.rule.params.get("min_requests")
+    if needed is None or ask.target is None:
+        return None
+    requests = sum(ask.count("ttft", e, ask.start(window_s), "count") for e in ask.target.engines)
+    return ask.idle(f"{requests:.0f} of at least {needed:.0f} requests") if requests < needed else None
+
+
+def promised(ask: Ask, param: str) -> float | None:
+    """A parameter that may refer to the SLO: a number, or (factor, key of slo)."""
+    value = ask.rule.params[param]
+    if isinstance(value, tuple):
+        factor, key = value
+        level: float | None = getattr(ask.slo, key)
+        return None if level is None else factor * level
+    return float(value)
+
+
+def errors_and_requests(ask: Ask, target: Target, start: float) -> tuple[float, float, str]:
+    """(errors, requests, how) of a target since `start`.
+
+    Errors: the larger of HTTP 5xx and of (finished with error + refused admissions), never their sum: a refusal is a
+    503 too. 429 counts only where exact codes are told; other 4xx are the client's.
+    """
+    memo = ask.scene.memo
+    if (target.name, "errors", start) not in memo:
+        memo[(target.name, "errors", start)] = count_errors(ask.windows, target, start)
+    counts: tuple[float, float, str] = memo[(target.name, "errors", start)]
+    return counts
+
+
+def count_errors(windows: Windows, target: Target, start: float) -> tuple[float, float, str]:
+    """The counting behind errors_and_requests."""
+    by_status = windows.increases(target.name, "http", start)
+    refused = sum(windows.increases(target.name, "rejections", start).values())
+    finished = [windows.increases(engine, "finished", start) for engine in target.engines]
+    from_http = sum(v for k, v in by_status.items() if k.startswith("5") or k == "429")
+    from_engine = sum(f.get("error", 0.0) for f in finished) + refused
+    if by_status:
+        return max(from_http, from_engine), max(sum(by_status.values()), from_engine), "engine (lower bound)"
+    return from_engine, sum(sum(f.values()) for f in finished) + refused, "engine's finish reasons (lower bound)"
+
+
+def error_trouble(ask: Ask, target: Target) -> Signal | None:
+    """Why a target's errors are not told; N/A while it sleeps."""
+    if not target.engines:
+        return ask.gap(Why.MISSING, "no page was read yet")
+    if all(ask.asleep(e) for e in target.engines):
+        return ask.na("asleep")
+    for engine in target.engines:
+        trouble = ask.problem("finished", engine)
+        if trouble:
+            return trouble
+    return None
+
+
+def error_burn(ask: Ask) -> Signal:
+    """H7. Burn of the error budget, as a multiple of the rule's factor: the worst of its (long, short) window pairs.
+
+    burn = Wilson's lower bound of errors ÷ requests, ÷ (1 − availability), x min(1, watched ÷ window).
+    """
+    targets = list(ask.scene.targets.values()) if ask.target is None else [ask.target]
+    troubles = [error_trouble(ask, t) for t in targets]
+    judged = [t for t, trouble in zip(targets, troubles, strict=True) if trouble is None]
+    if not judged:
+        first = next((t for t in troubles if t), None)
+        return first or ask.idle("no engine here")
+    worst, evidence, requests = 0.0, {}, 0.0
+    for pair in ask.rule.params["pairs"]:
+        long_burn, n = burn(ask, judged, pair["long"])
+        short_burn, _ = burn(ask, judged, pair["short"])
+        requests = max(requests, n)
+        evidence[f"burn_{pair['long'] / 3600:g}h"] = long_burn
+        evidence[f"burn_{pair['short'] / 3600:g}h"] = short_burn
+        worst = max(worst, min(long_burn, short_burn) / pair["factor"])
+    if requests <= 0:
+        return ask.idle("no requests")
+    return ask.value(worst, method="engine (lower bound)", evidence=evidence)
+
+
+def burn(ask: Ask, targets: list[Target], window_s: float) -> tuple[float, float]:
+    """(burn rate, requests) over a window, all targets added."""
+    start = ask.start(window_s)
+    counts = [errors_and_requests(ask, t, start) for t in targets]
+    errors, n = sum(c[0] for c in counts), sum(c[1] for c in counts)
+    watched_s = max((ask.windows.watched_s(e, "finished", ask.now - window_s) for t in targets for e in t.engines),
+                    default=0.0)
+    return wilson_lower(errors, n) / (1 - ask.slo.availability) * min(1.0, watched_s / window_s), n
+
+
+def rank_step_spread(ask: Ask) -> Signal:
+    """H8. Spread of compute time over tensor-parallel ranks; no stock engine tells it."""
+    return ask.na("compute time per rank is told by no stock vLLM (the in-engine probe would); see rank-clock-spread")
+
+
+def rank_clock_spread(ask: Ask) -> Signal:
+    """H8. 1 − slowest ÷ fastest SM clock of the ranks' GPUs while all are busy and hardware holds the slow one back."""
+    assert ask.target is not None  # noqa: S101
+    sleeping = ask.asleep()
+    if sleeping:
+        return sleeping
+    clocks: dict[str, float] = {}
+    by_index = {g.index: g for g in ask.scene.gpus.values()}
+    for index in ask.target.gpus:
+        gpu = by_index.get(index)
+        if gpu is None:
+            return ask.gap(Why.MISSING, f"GPU {index}, named in the configuration, is not there")
+        clock, util = ask.latest("gpu_sm_clock_mhz", gpu.uuid), ask.latest("gpu_util", gpu.uuid)
+        if isinstance(clock, Signal) or isinstance(util, Signal):
+            return next(s for s in (clock, util) if isinstance(s, Signal))
+        if util.value < HALF:
+            return ask.idle("not all ranks are busy")
+        clocks[gpu.uuid] = clock.value
+    slow = min(clocks, key=lambda u: clocks[u])
+    spread = 1 - clocks[slow] / max(clocks.values()) if max(clocks.values()) > 0 else 0.0
+    evidence = {"slow_rank": list(clocks).index(slow), "slow_gpu": slow, "sm_clock_mhz": clocks[slow],
+                "fastest_mhz": max(clocks.values())}
+    reason = ask.latest("gpu_throttle", slow)
+    if isinstance(reason, Signal):
+        return reason
+    held = int(reason.value) & (HW_THERMAL | HW_POWER_BRAKE)
+    if not held and spread > ask.rule.factor:
+        return ask.idle("no hardware thermal or power-brake reason on the slow GPU", spread, evidence=evidence)
+    evidence["reason"] = "hardware thermal" if held & HW_THERMAL else "power brake" if held else "none"
+    return ask.value(spread, method="estimate: clocks", evidence=evidence)
+
+
+def gpu_temperature(ask: Ask) -> Signal:
+    """H9. The GPU's temperature."""
+    got = ask.latest("gpu_temp_c")
+    return got if isinstance(got, Signal) else ask.value(got.value, at=got.at, evidence=gpu_evidence(ask))
+
+
+def gpu_evidence(ask: Ask) -> dict[str, Any]:
+    """What a person asks next of a hot GPU."""
+    names = ("gpu_margin_c", "gpu_sm_clock_mhz", "gpu_sm_clock_max_mhz", "gpu_throttle", "gpu_power_w", "gpu_util")
+    got = {name: ask.windows.latest(ask.subject, name, ask.now) for name in names}
+    return {name: s.value for name, s in got.items() if isinstance(s, Sample)}
+
+
+def gpu_thermal_margin(ask: Ask) -> Signal:
+    """H9. Kelvins left to the card's own limit; 0 while hardware slows it for heat; else to the rule's `fallback`."""
+    temp = ask.latest("gpu_temp_c")
+    margin = ask.windows.latest(ask.subject, "gpu_margin_c", ask.now)
+    reason = ask.windows.latest(ask.subject, "gpu_throttle", ask.now)
+    slowed = isinstance(reason, Sample) and int(reason.value) & HW_THERMAL
+    if isinstance(margin, Sample):
+        left, method = margin.value, "exact"
+    elif isinstance(temp, Signal):
+        return temp
+    else:
+        over = temp.value - float(ask.rule.params["fallback"])
+        left, method = (-over if over > 0 else max(-over, 0.5)), "fallback limit"  # the rule is "> 85", not ">= 85"
+    if slowed:
+        left, method = min(left, 0.0), "hardware thermal slowdown"
+    evidence = gpu_evidence(ask) | ({} if isinstance(temp, Signal) else {"gpu_temp_c": temp.value})
+    return ask.value(left, method=method, evidence=evidence)
+
+
+def prefix_cache_hit_rate(ask: Ask) -> Signal:
+    """H10. Prefix-cache hits ÷ queries, in tokens."""
+    caching = ask.windows.latest(ask.subject, "prefix_caching", ask.now)
+    if isinstance(caching, Sample) and caching.value <= 0:
+        return ask.na("prefix caching is off")
+    missing = ask.asleep() or ask.problem("prefix_queries") or ask.problem("prefix_hits") \
+        or ask.uncovered("prefix_queries")
+    if missing:
+        return missing
+    warm = ask.warming_up("prefix_queries", COLD_CACHE_S)
+    if warm:
+        return ask.idle(warm)
+    start = ask.start()
+    queries, hits = ask.count("prefix_queries", ask.subject, start), ask.count("prefix_hits", ask.subject, start)
+    needed = ask.rule.min_count or 1
+    if queries < needed:
+        return ask.idle(f"{queries:.0f} of at least {needed} tokens looked up")
+    rate, evidence = hits / queries, {"hits_tokens": hits, "queries_tokens": queries}
+    if ask.count("preemptions", ask.subject, start) > 0:
+        return ask.idle("preemptions in the window inflate it", rate, evidence=evidence)
+    return ask.value(rate, evidence=evidence)
+
+
+# --- the rest of the monitoring set ----------------------------------------------------------------------------------
+
+
+def qps_change(ask: Ask) -> Signal:
+    """M1. How far the last minute's arrivals are off from both baselines: the 30 m before, and yesterday's."""
+    missing = target_trouble(ask, "ttft") or hushed(ask)
+    if missing:
+        return missing
+    span_s = ask.window_s()
+    current = arrivals(ask, ask.now - span_s, ask.now)
+    before_s, day_s = 1800.0, 86400.0
+    expected = {"30 min before": arrivals(ask, ask.now - span_s - before_s, ask.now - span_s) * span_s / before_s}
+    assert ask.target is not None  # noqa: S101
+    first = ask.target.engines[0]
+    if ask.windows.watched_s(first, "ttft", ask.now - span_s - before_s) < HALF * before_s:
+        return ask.idle("learning the usual rate")
+    if ask.windows.watched_s(first, "ttft", ask.now - day_s - before_s / 2) > day_s * 0.9:
+        middle = ask.now - day_s
+        expected["yesterday"] = arrivals(ask, middle - before_s / 2, middle + before_s / 2) * span_s / before_s
+    needed = ask.rule.min_count or 1
+    if min(expected.values()) < needed:
+        return ask.idle(f"{min(expected.values()):.0f} of at least {needed} requests expected in {span_s:.0f} s")
+    off = min(abs(current / e - 1) for e in expected.values())
+    return ask.value(off, method="estimate: first tokens + waiting", evidence={"requests": current} | expected)
+
+
+def hushed(ask: Ask) -> Signal | None:
+    """Not judged for 15 m after a restart."""
+    assert ask.target is not None  # noqa: S101
+    for engine in ask.target.engines:
+        warm = ask.warming_up("ttft", RESTART_HUSH_S, engine)
+        if warm:
+            return ask.idle(warm)
+    return None
+
+
+def arrivals(ask: Ask, start: float, end: float) -> float:
+    """Requests that arrived: first tokens + change of waiting (aborts before the first token are missed)."""
+    assert ask.target is not None  # noqa: S101
+    total = 0.0
+    for engine in ask.target.engines:
+        waits = [w for at, w in ask.windows.history(engine, "waiting", start) if at <= end]
+        change = waits[-1] - waits[0] if waits else 0.0
+        total += ask.windows.increase(engine, "ttft", start, end, "count") + change
+    return max(0.0, total)
+
+
+def gpu_utilization(ask: Ask) -> Signal:
+    """M3. Mean utilization over the window while an engine on the GPU runs requests."""
+    got = ask.latest("gpu_util")
+    if isinstance(got, Signal):
+        return got
+    target = ask.scene.target_on(ask.subject)
+    if target is None:
+        return ask.idle("no engine is known on this GPU", got.value)
+    if all(ask.asleep(e) for e in target.engines):
+        return ask.na("asleep")
+    warm = next((w for e in target.engines if (w := ask.warming_up("running", subject=e))), None)
+    if warm:
+        return ask.idle(warm, got.value)
+    start = ask.start()
+    running = [(at, v) for e in target.engines for at, v in ask.windows.history(e, "running", start)]
+    busy = sorted(at for at, v in running if v > 0)
+    step_s = ask.windows.interval_s
+    values = [v for at, v in ask.windows.history(ask.subject, "gpu_util", start)
+              if any(abs(at - b) <= step_s for b in busy)] if busy else []
+    if len(values) * step_s < HALF * ask.window_s():
+        return ask.idle("the engine on it ran too little to judge", got.value)
+    return ask.value(sum(values) / len(values), evidence={"samples": len(values)})
+
+
+def gpu_memory(ask: Ask) -> Signal:
+    """M4. Memory used ÷ total. What was so 10 m after the engine's start is by design: shown, and wakes nobody."""
+    used, total = ask.latest("gpu_mem_used"), ask.latest("gpu_mem_total")
+    if isinstance(used, Signal) or isinstance(total, Signal):
+        return next(s for s in (used, total) if isinstance(s, Signal))
+    if total.value <= 0:
+        return ask.na("this GPU tells no memory size")
+    share = used.value / total.value
+    at_start = ask.scene.gpu_full_at_start.get(ask.subject)
+    evidence = {"used_bytes": used.value, "total_bytes": total.value, "at_start": at_start}
+    if at_start is not None and at_start > ask.rule.factor:
+        return ask.value(share, at=used.at, evidence=evidence, quiet="it was so 10 min after the engine's start")
+    return ask.value(share, at=used.at, evidence=evidence)
+
+
+def gpu_memory_low(ask: Ask) -> Signal:
+    """M4. Free memory ÷ the larger of 1 % and 512 MiB, judged only while it falls."""
+    free, total = ask.latest("gpu_mem_free"), ask.latest("gpu_mem_total")
+    if isinstance(free, Signal) or isinstance(total, Signal):
+        return next(s for s in (free, total) if isinstance(s, Signal))
+    if total.value <= 0:
+        return ask.na("this GPU tells no memory size")
+    floor = max(float(ask.rule.params["share"]) * total.value, float(ask.rule.params["bytes"]))
+    earlier = next((v for _, v in ask.windows.history(ask.subject, "gpu_mem_free", ask.start())), free.value)
+    evidence = {"free_bytes": free.value, "floor_bytes": floor, "free_bytes_before": earlier}
+    quiet = None if free.value < earlier else "it does not fall"
+    return ask.value(free.value / floor, at=free.at, evidence=evidence, quiet=quiet)
+
+
+def gpu_memory_growth(ask: Ask) -> Signal:
+    """M4. Growth of used memory over the window as a share of the total, from 30 m after the engine's start."""
+    used, total = ask.latest("gpu_mem_used"), ask.latest("gpu_mem_total")
+    if isinstance(used, Signal) or isinstance(total, Signal):
+        return next(s for s in (used, total) if isinstance(s, Signal))
+    if total.value <= 0:
+        return ask.na("this GPU tells no memory size")
+    target = ask.scene.target_on(ask.subject)
+    if target is None or not target.engines:
+        return ask.idle("no engine is known on this GPU")
+    up_s = ask.started_s("running", target.engines[0])
+    settle_s = float(ask.rule.params["settle"])
+    if up_s is not None and up_s < settle_s + 300.0:
+        return ask.idle(f"the engine started {up_s / 60:.0f} min ago")
+    start = max(ask.start(), ask.now - (up_s - settle_s) if up_s is not None else 0.0)
+    history = list(ask.windows.history(ask.subject, "gpu_mem_used", start))
+    if not history or used.at - history[0][0] < 300.0:
+        return ask.idle("watched for too short a time")
+    growth = (used.value - history[0][1]) / total.value
+    return ask.value(growth, at=used.at, evidence={"from_bytes": history[0][1], "to_bytes": used.value})
+
+
+def swapped(ask: Ask) -> Signal:
+    """M5. Requests swapped out to the host, by engines that swap."""
+    got = ask.latest("swapped")
+    return got if isinstance(got, Signal) else ask.value(got.value, at=got.at)
+
+
+def error_rate(ask: Ask) -> Signal:
+    """M6. Wilson's lower bound of errors ÷ requests."""
+    assert ask.target is not None  # noqa: S101
+    trouble = error_trouble(ask, ask.target) or ask.uncovered("finished", ask.target.engines[0])
+    if trouble:
+        return trouble
+    errors, n, how = errors_and_requests(ask, ask.target, ask.start())
+    if n <= 0:
+        return ask.idle("no requests")
+    return ask.value(counted(ask, errors, n), method=how, evidence={"errors": errors, "requests": n})
+
+
+def spec_decode_acceptance(ask: Ask) -> Signal:
+    """M8. Accepted ÷ drafted tokens of speculative decoding."""
+    missing = ask.asleep() or ask.problem("spec_draft") or ask.problem("spec_accepted") or ask.uncovered("spec_draft")
+    if missing:
+        return missing
+    drafted = ask.count("spec_draft", ask.subject, ask.start())
+    accepted = ask.count("spec_accepted", ask.subject, ask.start())
+    needed = ask.rule.min_count or 1
+    if drafted < needed:
+        return ask.idle(f"{drafted:.0f} of at least {needed} tokens drafted")
+    return ask.value(accepted / drafted, evidence={"accepted_tokens": accepted, "drafted_tokens": drafted})
+
+
+# --- liveness --------------------------------------------------------------------------------------------------------
+
+
+def starting(ask: Ask) -> bool:
+    """A target that never answered since it was first watched may still be starting."""
+    target = ask.target
+    return target is not None and not target.ever_up and ask.now - target.first_seen_at < target.startup_within_s
+
+
+def failures(ask: Ask, name: str) -> float | Signal:
+    """How many reads in a row have failed so, up to now."""
+    got = ask.latest(name)
+    if isinstance(got, Signal):
+        return got
+    row = 0.0
+    for _, value in ask.windows.backward(ask.subject, (name, "")):
+        if value <= 0 or row >= MANY:
+            break
+        row += 1
+    return row
+
+
+def engine_down(ask: Ask) -> Signal:
+    """L1. Reads in a row that were refused or reset, or whose /health said 5xx."""
+    row = failures(ask, "down")
+    if isinstance(row, Signal):
+        return row
+    if starting(ask):
+        return ask.idle("starting", row)
+    rung = ask.windows.latest(ask.subject, "rung", ask.now)
+    fails = {0: "TCP", 1: "/health", 2: "/metrics"}.get(int(rung.value)) if isinstance(rung, Sample) else None
+    return ask.value(row, evidence={"failing": fails})
+
+
+def engine_slow(ask: Ask) -> Signal:
+    """L1. Reads in a row that timed out."""
+    row = failures(ask, "slow")
+    return row if isinstance(row, Signal) else ask.value(row)
+
+
+def engine_stopped(ask: Ask) -> Signal:
+    """L1. Reads in a row that failed while the engine is still starting (or, later, was asked to stop)."""
+    row = failures(ask, "down")
+    if isinstance(row, Signal):
+        return row
+    return ask.value(row if starting(ask) else 0.0, evidence={"starting": starting(ask)})
+
+
+def engine_stuck(ask: Ask) -> Signal:
+    """L2. Time without progress while work is in flight, as a multiple of what is allowed.
+
+    Two clauses: tokens, first tokens and prompt tokens flat (`flat`), and requests waiting while none runs and the KV
+    cache is near empty (`queue`). A frozen page is "no change" here, and evidence.
+    """
+    sleeping = ask.asleep()
+    running, waiting = ask.latest("running"), ask.latest("waiting")
+    if sleeping or isinstance(running, Signal) or isinstance(waiting, Signal):
+        return sleeping or next(s for s in (running, waiting) if isinstance(s, Signal))
+    kv = ask.windows.latest(ask.subject, "kv_usage", ask.now)
+    flat_s, queue_s = in_flight_flat_s(ask), 0.0
+    if waiting.value > 0 and running.value <= 0 and isinstance(kv, Sample) and kv.value < 0.05:
+        queue_s = waiting_alone_s(ask)
+    value = max(flat_s / float(ask.rule.params["flat"]), queue_s / float(ask.rule.params["queue"]))
+    return ask.value(value, evidence={"running": running.value, "waiting": waiting.value, "flat_s": flat_s,
+                                      "waiting_alone_s": queue_s})
+
+
+def in_flight_flat_s(ask: Ask) -> float:
+    """Seconds for which work was in flight at every read and no progress counter moved."""
+    since = ask.now - float(ask.rule.params["flat"]) * 2 - 3 * ask.windows.interval_s
+    began = last = None
+    for at, running, waiting in ask.windows.backward(ask.subject, ("running", ""), ("waiting", "")):
+        if running + waiting <= 0 or at < since:
+            break
+        last, began = (at if last is None else last), at
+    if began is None or last is None:
+        return 0.0
+    return max(0.0, last - max(began, progress_at(ask, ask.subject, since) or began))
+
+
+def waiting_alone_s(ask: Ask) -> float:
+    """Seconds for which requests waited while none ran."""
+    began = last = None
+    for at, running, waiting in ask.windows.backward(ask.subject, ("running", ""), ("waiting", "")):
+        if waiting <= 0 or running > 0:
+            break
+        last, began = (at if last is None else last), at
+    return 0.0 if began is None or last is None else last - began
+
+
+def watcher(ask: Ask) -> Signal:
+    """L5. How late a source is, or for how long a channel could not deliver, as a multiple of what is allowed."""
+    late = ask.windows.latest(ask.subject, "source_late_s", ask.now)
+    failing = ask.windows.latest(ask.subject, "delivery_failing_s", ask.now)
+    if isinstance(late, Sample):
+        allowed_s = float(ask.rule.params["late_intervals"]) * ask.windows.interval_s
+        return ask.value(late.value / allowed_s, evidence={"late_s": late.value})
+    if isinstance(failing, Sample):
+        return ask.value(failing.value / float(ask.rule.params["failing"]), evidence={"failing_s": failing.value})
+    return ask.idle("nothing known yet")
+
+
+def blind(scene: Scene, rule: Rule, root: str, signals: Mapping[tuple[str, str], Signal],
+          required: frozenset[str]) -> Signal:
+    """L3. How many required signals of a target, its engines or a GPU are Gaps, and which.
+
+    A window that a fresh agent has not watched for long enough is no blindness; nor is an engine that still starts.
+    """
+    target = scene.targets.get(root)
+    ask = Ask(scene, SIGNALS[rule.signal][0], rule, root, 0.0)
+    if target is not None and starting(ask):
+        return ask.idle("starting")
+    subjects = {root, *(target.engines if target else ())}
+    lost = {f"{s.id} of {s.subject}": s.why for (rule_id, subject), s in signals.items()
+            if rule_id in required and subject in subjects and s.state == "gap" and s.code is not Why.NOT_COVERED}
+    return ask.value(float(len(lost)), evidence={"lost": lost})
+
+
+def _row(id_: str, unit: str, subject: Any, help_: str, function: Callable[[Ask], Signal], *, windowed: bool = False,
+         counted: bool = False, **params: str) -> tuple[SignalSpec, Callable[[Ask], Signal]]:
+    return SignalSpec(id_, unit, subject, help_, windowed, counted, params), function
+
+
+def _told_elsewhere(ask: Ask) -> Signal:
+    return ask.idle("computed from the other signals")
+
+
+SIGNALS: Mapping[str, tuple[SignalSpec, Callable[[Ask], Signal]]] = {row[0].id: row for row in (
+    _row("queue_age", "s", "engine", "age of the oldest request never yet scheduled", queue_age_s),
+    _row("kv_cache_utilization", "ratio", "engine", "share of KV-cache blocks in use", kv_cache_utilization),
+    _row("preemptions", "count", "engine", "requests preempted in the window", preemptions, windowed=True),
+    _row("graph_fallback", "ratio", "engine", "decode steps that ran eager though captured", graph_fallback),
+    _row("ttft_slow_share", "ratio", "target", "share of first tokens slower than the SLO, lower bound",
+         slow_signal("ttft"), windowed=True, counted=True, limit="slo"),
+    _row("ttft_possibly_slow_share", "ratio", "target", "the same, where the SLO lies inside a bucket",
+         undecided_signal("ttft"), windowed=True, counted=True, limit="slo"),
+    _row("itl_slow_share", "ratio", "target", "share of inter-token gaps slower than the SLO, lower bound",
+         slow_signal("itl"), windowed=True, counted=True, limit="slo", min_requests="number"),
+    _row("itl_possibly_slow_share", "ratio", "target", "the same, where the SLO lies inside a bucket",
+         undecided_signal("itl"), windowed=True, counted=True, limit="slo", min_requests="number"),
+    _row("e2e_slow_share", "ratio", "target", "share of requests slower end to end than allowed, lower bound",
+         slow_signal("e2e"), windowed=True, counted=True, limit="slo"),
+    _row("e2e_possibly_slow_share", "ratio", "target", "the same, where the limit lies inside a bucket",
+         undecided_signal("e2e"), windowed=True, counted=True, limit="slo"),
+    _row("error_burn", "of limit", "target", "burn of the error budget, as a multiple of the rule's factor", error_burn,
+         pairs="pairs"),
+    _row("node_error_burn", "of limit", "node", "the same for all engines of the node", error_burn, pairs="pairs"),
+    _row("rank_step_spread", "ratio", "group", "spread of compute time over the ranks", rank_step_spread),
+    _row("rank_clock_spread", "ratio", "group", "spread of SM clocks over the busy ranks", rank_clock_spread),
+    _row("gpu_temperature", "celsius", "gpu", "temperature of the GPU", gpu_temperature),
+    _row("gpu_thermal_margin", "kelvin", "gpu", "kelvins left to the card's own limit", gpu_thermal_margin,
+         fallback="number"),
+    _row("prefix_cache_hit_rate", "ratio", "engine", "prefix-cache hits per token looked up", prefix_cache_hit_rate,
+         windowed=True, counted=True),
+    _row("qps_change", "ratio", "target", "how far arrivals are off from what is usual", qps_change, windowed=True,
+         counted=True),
+    _row("gpu_utilization", "ratio", "gpu", "mean utilization while requests run", gpu_utilization, windowed=True),
+    _row("gpu_memory", "ratio", "gpu", "memory used", gpu_memory),
+    _row("gpu_memory_low", "of limit", "gpu", "free memory as a multiple of the floor", gpu_memory_low, windowed=True,
+         share="ratio", bytes="number"),
+    _row("gpu_memory_growth", "ratio", "gpu", "growth of used memory", gpu_memory_growth, windowed=True,
+         settle="duration"),
+    _row("swapped", "count", "engine", "requests swapped out to the host", swapped),
+    _row("error_rate", "ratio", "target", "errors per request, lower bound", error_rate, windowed=True, counted=True),
+    _row("spec_decode_acceptance", "ratio", "engine", "accepted per drafted token", spec_decode_acceptance,
+         windowed=True, counted=True),
+    _row("engine_down", "count", "target", "failed reads in a row", engine_down),
+    _row("engine_slow", "count", "target", "reads in a row that timed out", engine_slow),
+    _row("engine_stopped", "count", "target", "failed reads in a row while it starts or was asked to stop",
+         engine_stopped),
+    _row("engine_stuck", "of limit", "engine", "time without progress while work is in flight", engine_stuck,
+         flat="duration", queue="duration"),
+    _row("blind", "count", "any", "required signals that cannot be measured", _told_elsewhere),
+    _row("watcher", "of limit", "any", "how late a source is, or a channel cannot deliver", watcher,
+         late_intervals="number", failing="duration"),
+)}
+
+
+def subjects(scene: Scene, spec: SignalSpec) -> list[str]:
+    """The subjects that a signal is computed for."""
+    engines = [e for t in scene.targets.values() for e in t.engines]
+    groups = [e for t in scene.targets.values() if len(t.gpus) > 1 for e in t.engines]
+    return {"engine": engines, "target": list(scene.targets), "gpu": list(scene.gpus), "node": [scene.node],
+            "group": groups, "any": []}[spec.subject]
+
+
+def compute(scene: Scene, rules: list[Rule], resolved_at: Mapping[tuple[str, str], float],
+            ) -> dict[tuple[str, str], Signal]:
+    """Every rule's signal for every subject, keyed by (rule id, subject)."""
+    required = frozenset(r.id for r in rules if r.required)
+    signals: dict[tuple[str, str], Signal] = {}
+    for rule in rules:
+        spec, function = SIGNALS[rule.signal]
+        if rule.signal == "blind":
+            continue
+        for subject in scene.sources if rule.signal == "watcher" else subjects(scene, spec):
+            ask = Ask(scene, spec, rule, subject, resolved_at.get((rule.id, subject), 0.0))
+            signals[(rule.id, subject)] = function(ask)
+    for rule in rules:
+        if rule.signal == "blind":
+            for root in (*scene.targets, *scene.gpus):
+                signals[(rule.id, root)] = blind(scene, rule, root, signals, required)
+    return signals
+
+
+def alert_labels(scene: Scene, rule: Rule, alert: Alert) -> dict[str, str]:
+    """What identifies an alert at a receiver. Only what never changes while it fires."""
+    labels = {"rule": rule.id, "number": rule.number or "", "node": scene.node, "subject": alert.subject,
+              "severity": alert.severity}
+    if alert.subject in scene.gpus:
+        labels["gpu"] = alert.subject
+        target = scene.target_on(alert.subject)
+        if target is not None:
+            labels["engine"] = target.engines[0] if len(target.engines) == 1 else target.name
+    elif scene.target_of(alert.subject) is not None:
+        labels["engine"] = alert.subject
+    return {k: v for k, v in labels.items() if v}

@@ -1,0 +1,82 @@
+"""The statistics behind the signals: Wilson's bound, Prometheus's quantile, slow shares of a histogram. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+Z_95 = 1.959963984540054  # two-sided 95 % of the normal distribution
+
+Buckets = Sequence[tuple[float, float]]  # (upper bound, cumulative count), rising, the last bound +inf
+
+
+class SlowShare(NamedTuple):
+    """How many of n observations were slower than a limit: certainly, and possibly (the limit lies inside a bucket)."""
+
+    n: float
+    certain: float
+    possible: float
+    low_bound: float  # the bucket bounds around the limit
+    high_bound: float
+
+
+def wilson_lower(hits: float, n: float, z: float = Z_95) -> float:
+    """Lower bound of Wilson's score interval for a share of hits in n (E. B. Wilson 1927); 0 when n is 0."""
+    if n <= 0 or hits <= 0:
+        return 0.0
+    share = min(1.0, hits / n)
+    middle = share + z * z / (2 * n)
+    spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max(0.0, (middle - spread) / (1 + z * z / n))
+
+
+def add_buckets(histograms: Iterable[Mapping[float, float]]) -> list[tuple[float, float]]:
+    """Add histograms bound by bound (never average their quantiles) and make the counts rise."""
+    total: dict[float, float] = {}
+    for histogram in histograms:
+        for bound, count in histogram.items():
+            total[bound] = total.get(bound, 0.0) + count
+    rising, most = [], 0.0
+    for bound in sorted(total):
+        most = max(most, total[bound])
+        rising.append((bound, most))
+    return rising
+
+
+def quantile(q: float, buckets: Buckets) -> float | None:
+    """Prometheus's histogram_quantile (promql/quantile.go, BucketQuantile): None for no observations.
+
+    In the last bucket it gives the last finite bound, as Prometheus does: say "over" beside it (see `in_last_bucket`).
+    """
+    if len(buckets) < 2 or buckets[-1][1] <= 0:
+        return None
+    rank = q * buckets[-1][1]
+    i = next(i for i, (_, count) in enumerate(buckets) if count >= rank)
+    if i == len(buckets) - 1:
+        return buckets[-2][0]
+    bound, count = buckets[i]
+    if i == 0 and bound <= 0:
+        return bound
+    start, before = (0.0, 0.0) if i == 0 else buckets[i - 1]
+    if count <= before:
+        return bound
+    return start + (bound - start) * (rank - before) / (count - before)
+
+
+def in_last_bucket(q: float, buckets: Buckets) -> bool:
+    """The quantile lies over the last finite bound."""
+    return len(buckets) >= 2 and q * buckets[-1][1] > buckets[-2][1]
+
+
+def slow_share(limit: float, buckets: Buckets) -> SlowShare:
+    """Observations over `limit`, by the bucket bounds around it (engine_metrics 11.2)."""
+    n = buckets[-1][1] if buckets else 0.0
+    low, under_low = 0.0, 0.0
+    for bound, count in buckets:
+        if bound == limit:
+            return SlowShare(n, n - count, n - count, bound, bound)
+        if bound > limit:
+            return SlowShare(n, n - count, n - under_low, low, bound)
+        low, under_low = bound, count
+    return SlowShare(n, 0.0, n - under_low, low, math.inf)
