@@ -1,0 +1,561 @@
+"""What survives a crash: one SQLite file (WAL), and the only code that writes it.
+
+A tick is one transaction: its transitions, the notices that they owe, the open alerts, the window memory. What is owed
+to the channels is also held in memory, and memory is what the outbox reads: a full disk must not silence a page. What
+could not be written waits here and goes first in the next transaction.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import structlog
+
+from agent.model import Alert, AlertKey, AlertMessage, Book, Notice, Transition
+
+log = structlog.get_logger()
+
+SCHEMA_VERSION = 1
+TRANSITIONS_KEPT_S = 400 * 86400.0
+DELIVERED_KEPT_S = 7 * 86400.0
+
+_SCHEMA = """
+CREATE TABLE meta(name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE alerts(rule TEXT, subject TEXT, alert TEXT NOT NULL, PRIMARY KEY(rule, subject)) WITHOUT ROWID;
+CREATE TABLE resolved(rule TEXT, subject TEXT, at REAL NOT NULL, PRIMARY KEY(rule, subject)) WITHOUT ROWID;
+CREATE TABLE transitions(id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT, rule TEXT, subject TEXT, severity TEXT,
+                         value REAL, threshold REAL, why TEXT, alert TEXT NOT NULL);
+CREATE TABLE notices(id INTEGER PRIMARY KEY, channel TEXT, state TEXT, key TEXT, status TEXT, created_at REAL,
+                     due_at REAL, tries INTEGER, last_error TEXT, done_at REAL, message TEXT NOT NULL);
+CREATE INDEX notices_by_state ON notices(state, channel);
+CREATE TABLE layouts(track TEXT, layout INTEGER, keys_json TEXT NOT NULL, PRIMARY KEY(track, layout)) WITHOUT ROWID;
+CREATE TABLE frames(res TEXT, track TEXT, at REAL NOT NULL, layout INTEGER, blob BLOB);
+CREATE INDEX frames_by_time ON frames(res, at);
+"""
+_ADD_TRANSITION = "INSERT INTO transitions VALUES(?,?,?,?,?,?,?,?,?,?)"
+_ADD_NOTICE = "INSERT INTO notices VALUES(?,?,'pending',?,?,?,?,?,?,NULL,?)"
+_END_NOTICE = "UPDATE notices SET state=?, done_at=?, last_error=? WHERE id=?"
+_RETRY_NOTICE = "UPDATE notices SET due_at=?, tries=?, last_error=? WHERE id=?"
+_SELECT_TRANSITIONS = "SELECT * FROM transitions WHERE id>?1 AND rule=ifnull(?2,rule) AND subject=ifnull(?3,subject)"
+_SELECT_FRAMES = (
+    "SELECT track, at, layout, blob, res, rowid FROM frames WHERE res=? AND (at, rowid)>(?,?)"
+    " ORDER BY at, rowid LIMIT 512"
+)
+_SELECT_OWED = (
+    "SELECT id, channel, created_at, due_at, tries, last_error, message FROM notices"
+    " WHERE state='pending' ORDER BY id"
+)
+_TRANSITION_KEYS = ("id", "at", "kind", "rule", "subject", "severity", "value", "limit", "why", "alert")
+
+_BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+
+_Row = tuple[str, tuple[Any, ...]]  # a statement and its arguments
+
+
+class FrameRow(NamedTuple):
+    """One moment of one track of window memory. `layout` names the LayoutRow that says how to read `blob`."""
+
+    track: str
+    at: float
+    layout: int
+    blob: bytes
+    res: str = "raw"  # "raw": every poll; "coarse": one a minute
+
+
+class LayoutRow(NamedTuple):
+    """What the numbers of a frame mean: the series of `track`, as JSON."""
+
+    track: str
+    layout: int
+    keys_json: str
+
+
+class StoreError(Exception):
+    """The database cannot be opened or used. The text names the file and the remedy."""
+
+
+class NotSaved(StoreError):  # noqa: N818  (it says what happened)
+    """A transaction failed (disk full, read-only). Its transitions and notices are kept and are written next time:
+    do not hand them in again. The book is compared afresh at each commit; only window frames are lost."""
+
+
+class Store:
+    """The agent's memory on disk. Safe to use from several threads; one process at a time holds the file.
+
+    `notes` tells what was lost or moved while opening; `problem` is the last failure to write, None once it works.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or make the database at `path` (mode 0600). Raises StoreError."""
+        self.path = path
+        self.notes: list[str] = []
+        self.problem: str | None = None
+        self._lock = threading.RLock()
+        self._unsaved: list[_Row] = []
+        self._saved = Book()
+        self._pending: dict[str, dict[int, Notice]] = defaultdict(dict)
+        self._counts: dict[str, Counter[str]] = defaultdict(Counter)
+        self._failing_since: dict[str, float] = {}
+        self._meta: dict[str, str] = {}
+        self._sync = ""
+        self._guard = _claim(path)
+        try:
+            self._db = self._open()
+            self._load()
+        except BaseException:
+            os.close(self._guard)
+            raise
+
+    def close(self) -> None:
+        """Write what still waits, and let go of the file. Closing twice is closing once."""
+        with self._lock:
+            if self._guard < 0:
+                return
+            try:
+                self._save([], [])
+            except NotSaved as error:
+                log.warning("database_not_saved", error=str(error))
+            self._db.close()
+            os.close(self._guard)
+            self._guard = -1
+
+    # ---- the tick ----
+
+    def commit_tick(
+        self,
+        now: float,
+        book: Book,
+        transitions: Sequence[Transition] = (),
+        notices: Sequence[tuple[str, AlertMessage]] = (),
+        frames: Sequence[FrameRow] = (),
+        layouts: Sequence[LayoutRow] = (),
+    ) -> list[int]:
+        """Save one tick in one transaction; returns the ids of `notices` (channel, message), due now.
+
+        On disk before it returns (fsync) when something happened; else within seconds. Raises NotSaved, and even then
+        the notices are owed and will be delivered from memory.
+        """
+        with self._lock:
+            owed = [self._owe(now, channel, message) for channel, message in notices]  # first: whatever fails below
+            durable: list[_Row] = [("INSERT OR REPLACE INTO layouts VALUES(?,?,?)", tuple(row)) for row in layouts]
+            durable += [self._transition_row(change) for change in transitions]
+            durable += [_notice_row(notice) for notice in owed]
+            memory: list[_Row] = [
+                ("INSERT INTO frames(track, at, layout, blob, res) VALUES(?,?,?,?,?)", tuple(row)) for row in frames
+            ]
+            self._save(durable, memory, book, sync=bool(transitions or notices))
+            return [notice.id for notice in owed]
+
+    def load_book(self) -> Book:
+        """All open alerts and resolve times, as they were last saved."""
+        with self._lock:
+            return self._saved
+
+    def transitions(
+        self,
+        *,
+        since_id: int | None = None,
+        last: int = 100,
+        rule: str | None = None,
+        subject: str | None = None,
+    ) -> list[dict[str, Any]]:
+        """Past transitions, oldest first: the `last` ones, or up to `last` that follow `since_id`.
+
+        Keys: id, at, kind, rule, subject, severity, value, limit, why, alert (as a dict).
+        """
+        first = -1 if since_id is None else since_id
+        order = " ORDER BY id DESC LIMIT ?4" if since_id is None else " ORDER BY id LIMIT ?4"
+        with self._lock:
+            rows = self._read(_SELECT_TRANSITIONS + order, (first, rule, subject, last))
+            waiting = [args for sql, args in self._unsaved if sql == _ADD_TRANSITION and args[0] > first]
+        rows = sorted(rows) + [row for row in waiting if rule in (None, row[3]) and subject in (None, row[4])]
+        found = [dict(zip(_TRANSITION_KEYS, row, strict=True)) for row in rows]
+        for entry in found:
+            entry["alert"] = msgspec.json.decode(entry["alert"])
+        return found[-last:] if since_id is None else found[:last]
+
+    # ---- what is owed ----
+
+    def owed(self, channel: str) -> list[Notice]:
+        """Everything not yet delivered to `channel`, oldest first."""
+        with self._lock:
+            return list(self._pending[channel].values())
+
+    def notices_due(self, channel: str, now: float, limit: int = 100) -> list[Notice]:
+        """As `owed`, but only what is due, at most `limit`."""
+        return [notice for notice in self.owed(channel) if notice.due_at <= now][:limit]
+
+    def notice_delivered(self, notice_id: int, at: float) -> None:
+        """The receiver has it."""
+        self._end(notice_id, "delivered", at, None)
+
+    def notice_rejected(self, notice_id: int, at: float, error: str) -> None:
+        """The receiver refused it for good; a person must look."""
+        self._end(notice_id, "rejected", at, error)
+
+    def notice_retry(self, notice_id: int, at: float, due_at: float, error: str) -> None:
+        """It failed at `at` and is tried again at `due_at`."""
+        with self._lock:
+            notice = self._find(notice_id)
+            if notice is None:
+                return
+            later = replace(notice, due_at=due_at, tries=notice.tries + 1, last_error=error)
+            self._pending[notice.channel][notice_id] = later
+            self._failing_since.setdefault(notice.channel, at)
+            self._save_quietly([(_RETRY_NOTICE, (due_at, later.tries, error, notice_id))])
+
+    def accepted_at(self, channel: str) -> dict[str, float]:
+        """When each alert's latest firing was delivered to `channel`, by the message's key."""
+        query = (
+            "SELECT key, MAX(done_at) FROM notices"
+            " WHERE state='delivered' AND channel=? AND status='firing' GROUP BY key"
+        )
+        with self._lock:
+            return dict(self._read(query, (channel,)))
+
+    def outbox_counts(self) -> dict[str, dict[str, int]]:
+        """Notices by channel and state: pending, delivered (of the last days), rejected."""
+        with self._lock:
+            names = {name for name, owed in self._pending.items() if owed} | set(self._counts)
+            return {name: {"pending": len(self._pending[name]), **self._counts[name]} for name in sorted(names)}
+
+    def failing_since(self, channel: str) -> float | None:
+        """Since when nothing was delivered to `channel` though it was tried; None: the last try was good."""
+        with self._lock:
+            return self._failing_since.get(channel)
+
+    # ---- facts, and window memory ----
+
+    def meta(self, name: str) -> Any:
+        """A fact that was saved under `name`; None if there is none."""
+        with self._lock:
+            text = self._meta.get(name)
+        return None if text is None else msgspec.json.decode(text)
+
+    def set_meta(self, name: str, value: Any) -> None:
+        """Save a fact (anything that JSON can hold)."""
+        text = msgspec.json.encode(value).decode()
+        with self._lock:
+            if self._meta.get(name) != text:
+                self._meta[name] = text
+                self._save_quietly([("INSERT OR REPLACE INTO meta VALUES(?,?)", (name, text))])
+
+    def frames(self, since: float, res: str = "raw") -> Iterator[FrameRow]:
+        """Window memory from `since` on, in time order."""
+        place = (since, -1)
+        while True:  # in pages: days of memory must not be in ours all at once, nor hold the lock
+            with self._lock:
+                rows = self._read(_SELECT_FRAMES, (res, *place))
+            yield from (FrameRow(*row[:-1]) for row in rows)
+            if not rows:
+                return
+            place = (rows[-1][1], rows[-1][-1])
+
+    def layouts(self) -> list[LayoutRow]:
+        """The meaning of every frame that is kept."""
+        with self._lock:
+            return [LayoutRow(*row) for row in self._read("SELECT track, layout, keys_json FROM layouts", ())]
+
+    def drop_frames(self, before: float, res: str, tracks: Sequence[str] | None = None) -> None:
+        """Forget the frames older than `before`, of `tracks` only if given."""
+        statement = "DELETE FROM frames WHERE res=? AND at<?"
+        with self._lock:
+            if tracks is None:
+                self._save_quietly([], [(statement, (res, before))])
+            else:
+                self._save_quietly([], [(statement + " AND track=?", (res, before, track)) for track in tracks])
+
+    def prune(self, now: float, frame_ages_s: Mapping[str, float]) -> None:
+        """Forget what is too old: transitions, delivered and rejected notices, frames by resolution."""
+        with self._lock:
+            soft: list[_Row] = [("DELETE FROM transitions WHERE at<?", (now - TRANSITIONS_KEPT_S,))]
+            for state, kept_s in (("delivered", DELIVERED_KEPT_S), ("rejected", TRANSITIONS_KEPT_S)):
+                soft.append(("DELETE FROM notices WHERE state=? AND done_at<?", (state, now - kept_s)))
+            soft += [("DELETE FROM frames WHERE res=? AND at<?", (r, now - age)) for r, age in frame_ages_s.items()]
+            self._save_quietly([], soft)
+            self._count()
+
+    # ---- inside ----
+
+    def _owe(self, now: float, channel: str, message: AlertMessage) -> Notice:
+        notice = Notice(self._next_notice, channel, message, created_at=now, due_at=now)
+        self._next_notice += 1
+        self._pending[channel][notice.id] = notice
+        return notice
+
+    def _find(self, notice_id: int) -> Notice | None:
+        return next((owed[notice_id] for owed in self._pending.values() if notice_id in owed), None)
+
+    def _end(self, notice_id: int, state: str, at: float, error: str | None) -> None:
+        with self._lock:
+            notice = self._find(notice_id)
+            if notice is None:
+                return
+            del self._pending[notice.channel][notice_id]
+            self._counts[notice.channel][state] += 1
+            if state == "delivered":
+                self._failing_since.pop(notice.channel, None)
+            else:
+                self._failing_since.setdefault(notice.channel, at)
+            self._save_quietly([(_END_NOTICE, (state, at, error or notice.last_error, notice_id))])
+
+    def _transition_row(self, change: Transition) -> _Row:
+        alert = change.alert
+        number = self._next_transition
+        self._next_transition += 1
+        text = msgspec.json.encode(alert).decode()
+        values = (alert.severity, alert.value, alert.limit, change.why, text)
+        return _ADD_TRANSITION, (number, change.at, change.kind, alert.rule, alert.subject, *values)
+
+    def _save_quietly(self, durable: list[_Row], soft: Sequence[_Row] = ()) -> None:
+        """As _save, for callers who have nothing better to do than wait: `problem` tells."""
+        try:
+            self._save(durable, soft)
+        except NotSaved as error:
+            log.warning("database_not_saved", error=str(error))
+
+    def _save(self, durable: list[_Row], soft: Sequence[_Row], book: Book | None = None, *, sync: bool = False) -> None:
+        """One transaction: what still waits, `durable`, `soft`, and what is new in `book`.
+
+        On failure `durable` waits for the next time; `soft` is lost.
+        """
+        if self._guard < 0:
+            raise NotSaved(f"{self.path}: closed; what was done since is done again after the restart")
+        self._unsaved += durable
+        try:
+            try:
+                self._write([*self._unsaved, *soft, *_book_rows(self._saved, book)], sync=sync or bool(self.problem))
+            except sqlite3.DatabaseError as error:
+                if _code(error) not in _BROKEN:
+                    raise
+                self._begin_afresh(error)
+                self._write([*self._unsaved, *soft, *_book_rows(self._saved, book)], sync=True)
+        except (sqlite3.OperationalError, StoreError) as error:
+            self.problem = _unsaved_text(self.path, error)
+            raise NotSaved(self.problem) from error
+        except Exception:
+            # A row that SQLite cannot take is a fault of ours: it must not come back with every later tick.
+            del self._unsaved[len(self._unsaved) - len(durable) :]
+            raise
+        self.problem = None
+        self._unsaved.clear()
+        self._saved = book or self._saved
+
+    def _write(self, rows: Sequence[_Row], *, sync: bool) -> None:
+        if not rows:
+            return
+        wanted = "FULL" if sync else "NORMAL"
+        if wanted != self._sync:
+            self._db.execute(f"PRAGMA synchronous={wanted}")
+            self._sync = wanted
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            for statement, args in rows:
+                self._db.execute(statement, args)
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    def _read(self, query: str, args: tuple[Any, ...]) -> list[Any]:
+        try:
+            return self._db.execute(query, args).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise StoreError(f"{self.path}: cannot be read ({error}); restart tocsin to have it checked") from error
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            return _connect(self.path)
+        except sqlite3.DatabaseError as error:
+            if _code(error) not in _BROKEN:
+                raise StoreError(_open_text(self.path, error)) from error
+            self._move_aside(error)
+        try:
+            return _connect(self.path)
+        except sqlite3.DatabaseError as error:
+            raise StoreError(_open_text(self.path, error)) from error
+
+    def _begin_afresh(self, error: sqlite3.DatabaseError) -> None:
+        """The file broke while in use: move it aside; all that memory knows goes into a new one."""
+        self._db.close()
+        self._move_aside(error)
+        self._db = _connect(self.path)
+        self._sync = ""
+        self._saved = Book()
+        known = {args[0] for sql, args in self._unsaved if sql == _ADD_NOTICE}
+        owed = [notice for pending in self._pending.values() for notice in pending.values() if notice.id not in known]
+        facts: list[_Row] = [("INSERT OR REPLACE INTO meta VALUES(?,?)", item) for item in self._meta.items()]
+        self._unsaved = [*facts, *(_notice_row(notice) for notice in owed), *self._unsaved]
+
+    def _move_aside(self, error: sqlite3.DatabaseError) -> None:
+        aside = self.path.with_name(f"{self.path.name}.broken-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
+        for suffix in ("", "-wal", "-shm"):
+            part = self.path.with_name(self.path.name + suffix)
+            if part.exists():
+                part.replace(aside.with_name(aside.name + suffix))
+        note = (
+            f"{self.path} is damaged ({error}); it was moved to {aside} and a new one begins: alerts that were open "
+            "fire again, notices that were still owed and the windows' memory are in the old file only"
+        )
+        self.notes.append(note)
+        log.error("database_moved_aside", path=str(self.path), aside=str(aside), error=str(error))
+
+    def _load(self) -> None:
+        self._meta = dict(self._read("SELECT name, value FROM meta", ()))
+        alerts: dict[AlertKey, Alert] = {}
+        for rule, subject, text in self._read("SELECT rule, subject, alert FROM alerts", ()):
+            alert = self._decode(text, Alert, f"the alert {rule} of {subject}")
+            if alert is not None:
+                alerts[rule, subject] = alert
+        resolved = {(r, s): at for r, s, at in self._read("SELECT rule, subject, at FROM resolved", ())}
+        self._saved = Book(alerts, resolved)
+        for row in self._read(_SELECT_OWED, ()):
+            self._load_notice(*row)
+        self._next_transition = 1 + (self._read("SELECT MAX(id) FROM transitions", ())[0][0] or 0)
+        self._next_notice = 1 + (self._read("SELECT MAX(id) FROM notices", ())[0][0] or 0)
+        self._count()
+        # Only here, before anyone reads a layout, is it safe to say that one without frames is not in use.
+        unused = "DELETE FROM layouts WHERE (track, layout) NOT IN (SELECT DISTINCT track, layout FROM frames)"
+        self._save_quietly([], [(unused, ())])
+
+    def _load_notice(
+        self, number: int, channel: str, created: float, due: float, tries: int, error: str | None, text: str
+    ) -> None:
+        message = self._decode(text, AlertMessage, f"notice {number} to {channel}")
+        if message is None:
+            return
+        self._pending[channel][number] = Notice(number, channel, message, created, due, tries, error)
+        if tries:
+            self._failing_since[channel] = min(created, self._failing_since.get(channel, created))
+
+    def _decode(self, text: str, kind: type[Any], what: str) -> Any:
+        """The value, or None with a note: a row of another version must not keep the agent from starting."""
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except msgspec.MsgspecError as error:
+            note = f"{self.path}: {what} cannot be read ({error}) and was left out"
+        self.notes.append(note)
+        log.warning("row_unreadable", note=note)
+        return None
+
+    def _count(self) -> None:
+        self._counts.clear()
+        query = "SELECT channel, state, COUNT(*) FROM notices WHERE state<>'pending' GROUP BY channel, state"
+        for channel, state, number in self._read(query, ()):
+            self._counts[channel][state] = number
+
+
+def _claim(path: Path) -> int:
+    """Take the file for this process: two agents on one state would page twice. Returns the lock's descriptor."""
+    # A file of its own: closing a second descriptor of the database would drop SQLite's own locks.
+    lock = path.with_name(path.name + ".lock")
+    try:
+        path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise StoreError(_open_text(path, error)) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(descriptor)
+        raise StoreError(
+            f"{path}: another tocsin (process {holder}) uses it; stop that one, or give this one its own state_dir"
+        ) from error
+    os.ftruncate(descriptor, 0)
+    try:
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    except OSError:  # a full disk: the lock holds all the same, only the message above would be poorer
+        log.warning("lock_without_pid", path=str(lock))
+    return descriptor
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Open, check and, if new, fill the database. Raises sqlite3.DatabaseError; StoreError for a newer schema."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        path.chmod(0o600)  # -wal and -shm take it over
+    except OSError as error:
+        raise StoreError(_open_text(path, error)) from error
+    db = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
+    try:
+        _prepare(db, path)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _prepare(db: sqlite3.Connection, path: Path) -> None:
+    db.execute("PRAGMA journal_mode=WAL")
+    db.execute("PRAGMA cache_size=-512")  # KiB: the daemon's memory is one of its features
+    db.execute("PRAGMA journal_size_limit=8388608")
+    answer = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if answer != "ok":
+        damaged = sqlite3.DatabaseError(answer)
+        damaged.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise damaged
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if version > SCHEMA_VERSION:
+        raise StoreError(
+            f"{path}: written by a newer Tocsin (schema {version}, this one knows {SCHEMA_VERSION}); "
+            "install the newer one, or move the file away and start without it"
+        )
+    if version == 0:
+        db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+
+
+def _code(error: Exception) -> int:
+    """SQLite's primary result code: the extended ones keep it in their low byte."""
+    return int(getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
+
+
+def _notice_row(notice: Notice) -> _Row:
+    message = notice.message
+    text = msgspec.json.encode(message).decode()
+    state = (notice.created_at, notice.due_at, notice.tries, notice.last_error)
+    return _ADD_NOTICE, (notice.id, notice.channel, message.key, message.status, *state, text)
+
+
+def _book_rows(old: Book, new: Book | None) -> list[_Row]:
+    """The statements that turn the saved book into `new`."""
+    if new is None:
+        return []
+    rows: list[_Row] = []
+    for key, alert in new.alerts.items():
+        was = old.alerts.get(key)
+        if was is not alert and was != alert:
+            text = msgspec.json.encode(alert).decode()
+            rows.append(("INSERT OR REPLACE INTO alerts VALUES(?,?,?)", (*key, text)))
+    rows += [("DELETE FROM alerts WHERE rule=? AND subject=?", k) for k in old.alerts.keys() - new.alerts.keys()]
+    if new.resolved_at is not old.resolved_at:
+        for key, at in new.resolved_at.items():
+            if old.resolved_at.get(key) != at:
+                rows.append(("INSERT OR REPLACE INTO resolved VALUES(?,?,?)", (*key, at)))
+        gone = old.resolved_at.keys() - new.resolved_at.keys()
+        rows += [("DELETE FROM resolved WHERE rule=? AND subject=?", key) for key in gone]
+    return rows
+
+
+def _open_text(path: Path, error: Exception) -> str:
+    return (
+        f"{path}: cannot be opened ({error}); see that its directory exists, belongs to tocsin's user and has "
+        "space, or set state_dir in tocsin.yaml"
+    )
+
+
+def _unsaved_text(path: Path, error: Exception) -> str:
+    if _code(error) == sqlite3.SQLITE_FULL:
+        return f"{path}: the disk is full; free some space on {path.parent}: alerts go on, but not through a restart"
+    return f"{path}: cannot be written ({error}); see its file system: alerts go on, but not through a restart"

@@ -1,0 +1,393 @@
+"""The store: what was acknowledged is there after a crash, a full disk, a damaged file."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.model import Alert, AlertMessage, Book, Transition
+from agent.store import FrameRow, LayoutRow, NotSaved, Store, StoreError
+from tests.needs import need
+
+HOT = Alert("gpu-temperature", "GPU-1", "firing", "ticket", since=100.0, fired_at=130.0, value=91.0, limit=85.0)
+DAY_S = 86400.0
+
+
+def message(key: str = "n1/gpu-temperature/GPU-1", status: str = "firing", at: float = 130.0) -> AlertMessage:
+    """An alert as a receiver gets it."""
+    labels = {"alertname": "GpuTemperature", "subject": "GPU-1"}
+    ends_at = None if status == "firing" else at + 60.0
+    return AlertMessage(key, "firing" if status == "firing" else "resolved", "ticket", labels, {}, at, ends_at)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where the database goes."""
+    return tmp_path / "state" / "tocsin.db"
+
+
+@pytest.fixture
+def store(path: Path) -> Iterator[Store]:
+    """A new store."""
+    opened = Store(path)
+    yield opened
+    opened.close()
+
+
+def reopened(store: Store) -> Store:
+    """What a new process would see after this one ended."""
+    store.close()
+    return Store(store.path)
+
+
+def test_a_tick_survives_a_restart(store: Store) -> None:
+    """The agent restarted while a GPU was hot: the alert, its history and the page owed must be there."""
+    book = Book({("gpu-temperature", "GPU-1"): HOT}, {("queue-age", "llama"): 90.0})
+    ids = store.commit_tick(130.0, book, [Transition("firing", 130.0, HOT)], [("webhook", message())])
+    again = reopened(store)
+    try:
+        assert again.load_book() == book
+        (row,) = again.transitions()
+        assert (row["kind"], row["rule"], row["subject"], row["at"]) == ("firing", "gpu-temperature", "GPU-1", 130.0)
+        assert (row["value"], row["limit"], row["severity"], row["why"]) == (91.0, 85.0, "ticket", "")
+        assert row["alert"]["fired_at"] == 130.0
+        (owed,) = again.owed("webhook")
+        assert ([owed.id], owed.message, owed.due_at, owed.tries) == (ids, message(), 130.0, 0)
+    finally:
+        again.close()
+
+
+def test_only_what_changed_is_written(store: Store) -> None:
+    """A node with 40 open alerts wrote all of them every 5 s, for ever, to an SD card."""
+    many = {("r", str(n)): replace(HOT, rule="r", subject=str(n)) for n in range(40)}
+    store.commit_tick(1.0, Book(many))
+    before = store._db.total_changes
+    store.commit_tick(2.0, Book(many))
+    assert store._db.total_changes == before
+    changed = many | {("r", "7"): replace(many["r", "7"], value=92.0)}
+    del changed["r", "8"]
+    store.commit_tick(3.0, Book(changed, {("r", "8"): 3.0}))
+    assert store._db.total_changes == before + 3
+    assert store.load_book().alerts == changed
+
+
+def test_history_is_asked_by_rule_subject_and_place(store: Store) -> None:
+    """A reader that was away asks for what came after the last row it saw."""
+    for n in range(6):
+        alert = replace(HOT, subject="GPU-1" if n % 2 else "GPU-2")
+        store.commit_tick(float(n), Book(), [Transition("pending", float(n), alert)])
+    assert [row["at"] for row in store.transitions(last=2)] == [4.0, 5.0]
+    assert [row["at"] for row in store.transitions(since_id=2, last=3)] == [2.0, 3.0, 4.0]
+    assert [row["at"] for row in store.transitions(subject="GPU-2")] == [0.0, 2.0, 4.0]
+    assert store.transitions(rule="queue-age") == []
+
+
+def test_a_notice_goes_through_its_states(store: Store) -> None:
+    """The receiver was down, then took one notice and refused the other."""
+    first, second = store.commit_tick(10.0, Book(), (), [("webhook", message("a")), ("webhook", message("b"))])
+    store.notice_retry(first, at=11.0, due_at=15.0, error="503")
+    assert [n.id for n in store.notices_due("webhook", 12.0)] == [second]
+    assert store.failing_since("webhook") == 11.0
+    store.notice_retry(first, at=15.0, due_at=30.0, error="503")
+    assert store.failing_since("webhook") == 11.0
+    (tried,) = [n for n in store.owed("webhook") if n.id == first]
+    assert (tried.tries, tried.last_error, tried.due_at) == (2, "503", 30.0)
+    store.notice_delivered(first, 31.0)
+    assert store.failing_since("webhook") is None
+    store.notice_rejected(second, 32.0, "403")
+    assert store.failing_since("webhook") == 32.0
+    assert store.outbox_counts() == {"webhook": {"pending": 0, "delivered": 1, "rejected": 1}}
+    again = reopened(store)
+    assert again.outbox_counts() == {"webhook": {"pending": 0, "delivered": 1, "rejected": 1}}
+    assert again.owed("webhook") == []
+    assert again.accepted_at("webhook") == {"a": 31.0}
+    again.close()
+
+
+def test_a_failing_channel_is_still_failing_after_a_restart(store: Store) -> None:
+    """A restart every 4 minutes must not hide for ever that nothing is delivered (the limit is 5 minutes)."""
+    (number,) = store.commit_tick(10.0, Book(), (), [("webhook", message())])
+    store.notice_retry(number, at=11.0, due_at=15.0, error="refused")
+    again = reopened(store)
+    assert again.failing_since("webhook") == 10.0
+    again.close()
+
+
+def test_frames_come_back_in_time_order_over_many_pages(store: Store) -> None:
+    """A preemption 50 minutes before the restart still counts, so nothing may fall between two pages."""
+    moments = [float(n // 3) for n in range(2000)]
+    rows = [FrameRow(f"t{n % 3}", at, 1, b"%d" % n) for n, at in enumerate(moments)]
+    store.commit_tick(0.0, Book(), frames=rows[1000:] + rows[:1000], layouts=[LayoutRow("t0", 1, "[]")])
+    store.commit_tick(0.0, Book(), frames=[FrameRow("t0", 5.0, 1, b"c", res="coarse")])
+    again = reopened(store)
+    got = list(again.frames(100.0))
+    assert [row.at for row in got] == [at for at in moments if at >= 100.0]
+    assert {row.blob for row in got} == {row.blob for row in rows if row.at >= 100.0}
+    assert [row.blob for row in again.frames(0.0, "coarse")] == [b"c"]
+    assert again.layouts() == [LayoutRow("t0", 1, "[]")]
+    again.drop_frames(200.0, "raw", ["t0"])
+    assert {row.track for row in again.frames(0.0) if row.at < 200.0} == {"t1", "t2"}
+    again.drop_frames(200.0, "raw")
+    assert min(row.at for row in again.frames(0.0)) == 200.0
+    again.close()
+
+
+def test_a_thousand_frames_of_one_moment(store: Store) -> None:
+    """More rows share one time than a page holds: reading must neither loop nor lose one."""
+    store.commit_tick(0.0, Book(), frames=[FrameRow("t", 7.0, 1, b"%d" % n) for n in range(1300)])
+    assert [row.blob for row in store.frames(0.0)] == [b"%d" % n for n in range(1300)]
+
+
+def test_pruning_keeps_what_somebody_may_ask_for(store: Store) -> None:
+    """Last year's incident is looked up in the yearly review; a delivered notice of last month by nobody."""
+    now = 500 * DAY_S
+    for age_days in (401, 399, 8, 6):
+        at = now - age_days * DAY_S
+        ids = store.commit_tick(at, Book(), [Transition("firing", at, HOT)], [("w", message()), ("w", message("b"))])
+        store.notice_delivered(ids[0], at)
+    store.commit_tick(now, Book(), frames=[FrameRow("t", now - age, 1, b"") for age in (4000.0, 3000.0)])
+    store.prune(now, {"raw": 3900.0})
+    assert [(now - row["at"]) / DAY_S for row in store.transitions()] == [399.0, 8.0, 6.0]
+    assert store.outbox_counts() == {"w": {"pending": 4, "delivered": 1}}
+    assert [now - row.at for row in store.frames(0.0)] == [3000.0]
+
+
+def test_facts_are_remembered(store: Store) -> None:
+    """The number of GPUs was learned before the restart; one that is lost now must be missed."""
+    assert store.meta("gpus") is None
+    store.set_meta("gpus", {"count": 8})
+    again = reopened(store)
+    assert again.meta("gpus") == {"count": 8}
+    again.close()
+
+
+def test_the_file_is_nobody_elses(store: Store, path: Path) -> None:
+    """Alert texts name hosts and models: another user of the node must not read them."""
+    store.commit_tick(1.0, Book({("a", "b"): HOT}))
+    for file in path.parent.iterdir():
+        assert file.stat().st_mode & 0o777 == 0o600, file
+
+
+def test_two_agents_do_not_share_one_state(store: Store, path: Path) -> None:
+    """Somebody ran `tocsin run` by hand beside the service: everyone would have been paged twice."""
+    with pytest.raises(StoreError, match=rf"{path}: another tocsin \(process {os.getpid()}\) uses it; stop that one"):
+        Store(path)
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    """state_dir pointed below a file; 'unable to open database file' told nobody where."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"file/x/tocsin\.db: cannot be opened .*set state_dir"):
+        Store(tmp_path / "file" / "x" / "tocsin.db")
+
+
+def test_a_newer_schema_is_not_touched(store: Store, path: Path) -> None:
+    """After a downgrade the old version must not guess at tables that it does not know."""
+    store._db.execute("PRAGMA user_version=99")
+    store.close()
+    with pytest.raises(StoreError, match=r"written by a newer Tocsin \(schema 99, this one knows 1\); install"):
+        Store(path)
+
+
+@pytest.mark.parametrize("damage", ["no database at all", "a page of zeros"])
+def test_a_damaged_file_is_moved_aside(store: Store, path: Path, damage: str) -> None:
+    """A power cut damaged the file: the agent must start and watch, and say what it no longer knows."""
+    book = Book({("r", str(n)): replace(HOT, rule="r", subject=str(n)) for n in range(400)})
+    store.commit_tick(1.0, book)
+    store.close()
+    if damage == "no database at all":
+        path.write_bytes(b"not a database, but long enough to be looked at " * 100)
+    else:
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            file.seek(4096)
+            file.write(bytes(size - 8192))
+    again = Store(path)
+    assert again.load_book() == Book()
+    (note,) = again.notes
+    assert f"{path} is damaged" in note
+    assert "alerts that were open fire again" in note
+    (aside,) = [p for p in path.parent.iterdir() if ".broken-" in p.name]
+    assert str(aside) in note
+    again.commit_tick(2.0, book)
+    assert reopened(again).load_book() == book
+
+
+def test_a_file_that_breaks_while_in_use_costs_no_alert(store: Store, path: Path) -> None:
+    """The disk went bad under a running agent: what memory holds goes into a new file, and the page goes out."""
+    hot = {("gpu-temperature", "GPU-1"): HOT}
+    store.set_meta("boot", "b1")
+    (first,) = store.commit_tick(1.0, Book(hot), (), [("webhook", message("a"))])
+    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.write(b"\xff" * size)
+    store._db.execute("PRAGMA shrink_memory")  # pages in SQLite's cache hide the damage until they are read again
+    (second,) = store.commit_tick(2.0, Book(hot), [Transition("firing", 2.0, HOT)], [("webhook", message("b"))])
+    assert len(store.notes) == 1
+    assert store.problem is None
+    again = reopened(store)
+    assert [n.id for n in again.owed("webhook")] == [first, second]
+    assert again.load_book() == Book(hot)
+    assert again.meta("boot") == "b1"
+    assert len(again.transitions()) == 1
+    again.close()
+
+
+def fill(store: Store) -> None:
+    """Leave the database no room to grow."""
+    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+    store._db.execute(f"PRAGMA max_page_count={pages}")
+
+
+def free(store: Store) -> None:
+    """Somebody freed some space."""
+    store._db.execute("PRAGMA max_page_count=1000000")
+
+
+def test_a_full_disk_does_not_silence_a_page(store: Store) -> None:
+    """The log filled the disk, which is why the engine broke: the page about it must ring, and be saved later."""
+    big = replace(HOT, annotations={"evidence": "x" * 40000})
+    fill(store)
+    with pytest.raises(NotSaved, match=r"the disk is full; free some space on .*/state"):
+        store.commit_tick(1.0, Book({("a", "b"): big}), [Transition("firing", 1.0, big)], [("webhook", message())])
+    assert "disk is full" in (store.problem or "")
+    (owed,) = store.owed("webhook")
+    assert [row["kind"] for row in store.transitions(rule="gpu-temperature")] == ["firing"]
+    store.notice_delivered(owed.id, 2.0)
+    assert store.owed("webhook") == []
+    free(store)
+    store.commit_tick(3.0, Book({("a", "b"): big}))
+    assert store.problem is None
+    again = reopened(store)
+    assert again.load_book().alerts == {("a", "b"): big}
+    assert len(again.transitions()) == 1
+    assert again.outbox_counts() == {"webhook": {"pending": 0, "delivered": 1}}
+    assert again.accepted_at("webhook") == {message().key: 2.0}
+    again.close()
+
+
+def test_a_row_that_cannot_be_stored_spoils_one_tick_only(store: Store) -> None:
+    """A label held half a surrogate pair: that commit fails aloud, its page goes out, and the next one works."""
+    bad = replace(HOT, subject="\ud800")
+    with pytest.raises(UnicodeEncodeError):
+        store.commit_tick(1.0, Book(), [Transition("firing", 1.0, bad)], [("webhook", message())])
+    assert len(store.owed("webhook")) == 1
+    store.commit_tick(2.0, Book({("a", "b"): HOT}))
+    assert len(reopened(store).load_book().alerts) == 1
+
+
+def test_layouts_outlive_a_full_disk(store: Store) -> None:
+    """The frames of the full hours are lost, but those after it must be readable: their layout was told once."""
+    fill(store)
+    with pytest.raises(NotSaved):
+        store.commit_tick(1.0, Book(), frames=[FrameRow("t", 1.0, 7, b"x")], layouts=[LayoutRow("t", 7, "k" * 40000)])
+    free(store)
+    store.commit_tick(2.0, Book(), frames=[FrameRow("t", 2.0, 7, b"y")])
+    again = reopened(store)
+    assert [row.blob for row in again.frames(0.0)] == [b"y"]
+    assert [row.layout for row in again.layouts()] == [7]
+    again.close()
+
+
+@pytest.mark.heavy
+def test_a_really_full_file_system(tmp_path: Path) -> None:
+    """The same on a real tmpfs: SQLite's own files meet ENOSPC, and the process must not die of SIGBUS."""
+    need("root")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)], check=True)
+    try:
+        store = Store(tmp_path / "tocsin.db")
+        store.commit_tick(0.0, Book({("a", "b"): HOT}))
+        ballast = tmp_path / "ballast"
+        with pytest.raises(OSError, match="No space"):
+            ballast.write_bytes(bytes(5_000_000))
+        change = [Transition("firing", 1.0, replace(HOT, annotations={"e": "x" * 20000}))]
+        for tick in range(20):
+            with pytest.raises(NotSaved, match="disk is full"):
+                store.commit_tick(float(tick), Book(), change, [("webhook", message(str(tick)))])
+        assert len(store.owed("webhook")) == 20
+        ballast.unlink()
+        store.commit_tick(99.0, Book())
+        again = reopened(store)
+        assert len(again.owed("webhook")) == 20
+        assert len(again.transitions()) == 20
+        again.close()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from agent.model import Alert, AlertMessage, Book, Transition
+from agent.store import FrameRow, Store
+
+store = Store(Path(sys.argv[1]))
+number = len(store.transitions(last=10**9))
+while True:
+    alert = Alert("r", str(number), "firing", "page", since=1.0, value=float(number))
+    message = AlertMessage(str(number), "firing", "page", {"alertname": "R"}, {}, 1.0)
+    frames = [FrameRow("t", float(number), 1, bytes(2000))]
+    store.commit_tick(1.0, Book({("r", "s"): alert}), [Transition("firing", 1.0, alert)], [("w", message)], frames)
+    number += 1
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.heavy)])
+def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path, kills: int) -> None:
+    """The kernel killed the agent for memory in the middle of a page, again and again."""
+    path = tmp_path / "tocsin.db"
+    dice = random.Random(7)
+    acknowledged = 0
+    for _ in range(kills):
+        child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        assert child.stdout.readline()  # it works; from here on any moment will do
+        time.sleep(dice.uniform(0.0, 0.1))
+        child.send_signal(signal.SIGKILL)
+        rest = child.stdout.read().split("\n")[:-1]
+        acknowledged = int(rest[-1]) if rest else acknowledged + 1
+        child.wait()
+        child.stdout.close()
+        store = Store(path)
+        assert store.notes == []
+        rows = store.transitions(last=10**9)
+        assert len(rows) >= acknowledged
+        assert [row["subject"] for row in rows] == [str(n) for n in range(len(rows))]
+        assert [n.message.key for n in store.owed("w")] == [row["subject"] for row in rows]
+        assert store.load_book().alerts["r", "s"].value == len(rows) - 1
+        assert len(list(store.frames(0.0))) == len(rows)
+        acknowledged = len(rows)
+        store.close()
+
+
+def test_channels_and_the_tick_write_at_once(store: Store) -> None:
+    """Four channel threads mark their notices while the tick commits: no 'database is locked', nothing lost."""
+    names = [f"c{n}" for n in range(4)]
+
+    def deliver(name: str) -> None:
+        done = 0
+        while done < 50:
+            for notice in store.owed(name):
+                store.notice_delivered(notice.id, 1.0)
+                done += 1
+
+    threads = [threading.Thread(target=deliver, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for n in range(50):
+        store.commit_tick(1.0, Book(), (), [(name, message(str(n))) for name in names])
+    for thread in threads:
+        thread.join(20)
+    assert store.outbox_counts() == {name: {"pending": 0, "delivered": 50} for name in names}
