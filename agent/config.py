@@ -1,0 +1,672 @@
+"""tocsin.yaml -> Config: the contract of spec/config.md, whole and strict.
+
+Every key has a default. What is wrong is raised together as ConfigErrors. Durations are seconds, shares are ratios.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType, field
+
+from agent.model import Severity, Slo
+from agent.strict import (
+    AbsolutePath,
+    ConfigErrors,
+    Decoded,
+    Duration,
+    EnvName,
+    Fault,
+    Parse,
+    PositiveDuration,
+    Share,
+    Unfit,
+    absolute_path,
+    cut,
+    did_you_mean,
+    duration_s,
+    load,
+    share,
+    within,
+)
+
+__all__ = ["Config", "ConfigErrors", "Fault", "SecretUnreadable", "load_config", "read_secret", "slo_for"]
+
+DEFAULT_PATH = Path("/etc/tocsin/tocsin.yaml")
+DEFAULT_RULE_DIRS = (Path("/etc/tocsin/rules.d"),)
+MAX_SECRET_BYTES = 64 * 1024
+ENGINE_KINDS = ("vllm", "sglang", "tensorrt-llm", "triton", "tgi", "llama.cpp", "lmdeploy", "dynamo", "ray-serve")
+
+# ---- the forms of single values ----
+
+
+def _split_url(text: str) -> SplitResult:
+    """An http(s) URL in parts. Raises Unfit, without the URL's user info and query in the message."""
+    try:
+        url = urlsplit(text)
+        host, _ = url.hostname, url.port
+    except ValueError:
+        raise Unfit(f"{cut(text)!r} has a bad host or port", "write http://host:port") from None
+    if url.scheme not in ("http", "https") or not host or re.search(r"\s", text):
+        raise Unfit(f"{cut(text)!r} is not an http(s) URL", "write it whole, as http://127.0.0.1:8000")
+    if "@" in url.netloc:
+        raise Unfit("credentials stand in the URL", "take user and password out of it")
+    return url
+
+
+def base_url(text: str) -> str:
+    """An address that paths are added to: no query, no fragment, no last slash. Raises Unfit."""
+    url = _split_url(text)
+    if url.query or url.fragment:
+        raise Unfit(f"{cut(text)!r} has a query or fragment", "write only scheme, host, port and path")
+    return text.rstrip("/")
+
+
+def full_url(text: str) -> str:
+    """An address that is called as it is. Raises Unfit, also where a query holds what looks like a secret."""
+    for name, _ in parse_qsl(_split_url(text).query):
+        if re.search(r"token|secret|passw|key|sig|auth", name, re.IGNORECASE):
+            raise Unfit(f"the URL holds a secret ({cut(name)}=…)", "write url_file: /path or url_env: NAME")
+    return text
+
+
+def host_port(text: str) -> tuple[str, int]:
+    """`127.0.0.1:9959` or `[::1]:9959` in its parts; port 0 lets the system choose. Raises Unfit."""
+    match = re.fullmatch(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>[0-9]{1,5})", text)
+    if match is None or int(match["port"]) > 65535:
+        raise Unfit(f"{cut(text)!r} is not host:port", "write 127.0.0.1:9959, 0.0.0.0:9959 or [::1]:9959")
+    return match["six"] or match["host"], int(match["port"])
+
+
+def _listen(text: str) -> str:
+    host_port(text)
+    return text
+
+
+def _socket_path(text: str) -> Path:
+    path = absolute_path(text)
+    if len(os.fsencode(path)) > 107:
+        raise Unfit(f"{cut(text)!r} is over 107 bytes, the most that a unix socket takes", "choose a shorter path")
+    return path
+
+
+def _path_text(text: str) -> str:
+    return str(absolute_path(text))
+
+
+def _name(text: str) -> str:
+    """A subject's or node's name: it becomes a label, and `/<number>` at its end would read as an engine's index."""
+    if not text or len(text) > 200 or not text.isprintable() or re.search(r"\s", text):
+        raise Unfit(f"{cut(text)!r} is not a name", "write 1 to 200 characters without spaces")
+    if re.search(r"/[0-9]+$", text):
+        raise Unfit(f"{cut(text)!r} ends like an engine's index", "write it without /<number> at its end")
+    return text
+
+
+def day_window(text: str) -> tuple[int, int]:
+    """`20:00-08:00` as (1200, 480): minutes of the day; the end may lie on the next day. Raises Unfit."""
+    match = re.fullmatch(r"([0-9]{2}):([0-9]{2})-([0-9]{2}):([0-9]{2})", text)
+    if match is None:
+        raise Unfit(f"{cut(text)!r} is not a window of the day", 'write two times, as "20:00-08:00"')
+    hours, minutes = (int(match[1]), int(match[3])), (int(match[2]), int(match[4]))
+    start, end = hours[0] * 60 + minutes[0], hours[1] * 60 + minutes[1]
+    if max(minutes) > 59 or start >= 1440 or end > 1440:
+        raise Unfit(f"{cut(text)!r} holds a time that no day has", "write times from 00:00 to 23:59")
+    if start == end:
+        raise Unfit(f"{cut(text)!r} is empty", 'write "00:00-24:00" for the whole day')
+    return start, end
+
+
+def _day_window(text: str) -> str:
+    day_window(text)
+    return text
+
+
+def _zone(text: str) -> str:
+    import zoneinfo  # only where a quiet window is written
+
+    try:
+        zoneinfo.ZoneInfo(text)
+    except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
+        raise Unfit(
+            f"time zone {cut(text)!r} is unknown on this machine",
+            "write an IANA name, as Europe/Berlin, and see that tzdata is installed",
+        ) from None
+    return text
+
+
+def _availability(text: str) -> float:
+    value = share(text)
+    if not 0 < value < 1:
+        raise Unfit(f"an availability of {cut(text)} leaves no error budget to count", "write 99.9%")
+    return value
+
+
+def _open_share(text: str) -> float:
+    value = share(text)
+    if value == 0:
+        raise Unfit(f"{cut(text)} allows nothing", "write a share over 0%")
+    return value
+
+
+BaseUrl = Annotated[str, Parse(base_url, text=True)]
+FullUrl = Annotated[str, Parse(full_url, text=True)]
+Name = Annotated[str, Parse(_name, text=True)]
+Zone = Annotated[str, Parse(_zone, text=True)]
+Availability = Annotated[float, Parse(_availability)]
+EngineKind = Annotated[str, Parse(lambda text: _kind(text), text=True, words=("auto",))]
+
+
+def _kind(text: str) -> str:
+    if text not in ENGINE_KINDS:
+        raise Unfit(f"engine kind {cut(text)!r} is unknown", did_you_mean(text, ("auto", *ENGINE_KINDS)))
+    return text
+
+
+class _Form(Struct, frozen=True, kw_only=True):
+    """A mapping of the file. A field whose encoded name begins with _ is ours, not a key."""
+
+
+# ---- the contract ----
+
+
+class Places(Struct, frozen=True):
+    """Where each key path of a file stands, for checks that come after reading it."""
+
+    file: str = ""
+    lines: Mapping[str, int] = {}
+
+    def fault(self, key: str, message: str, remedy: str, value: str = "") -> Fault:
+        """A fault at a key path, at the line of the nearest key that is written."""
+        path = key
+        while path and path not in self.lines:
+            path = re.sub(r"(?:\.|^)[^.\[\]]*$|\[[0-9]+\]$", "", path)
+        return Fault(self.file, self.lines.get(path, 0), key, value, message, remedy)
+
+
+class SloConfig(_Form, frozen=True):
+    """`slo`: what was promised."""
+
+    ttft_p99: PositiveDuration = 0.5  # s
+    itl_p99: PositiveDuration = 0.150  # s
+    e2e_p99: PositiveDuration | None = None  # s
+    availability: Availability = 0.999  # ratio
+    window: Annotated[float, within(duration_s, "1h", "366d")] = 30 * 86400.0  # s
+    written: bool = field(name="_written", default=False)
+
+
+class SloOverride(_Form, frozen=True):
+    """`engines[].slo`: what is promised otherwise for one engine. UNSET: as in `slo`; e2e_p99 None: not promised."""
+
+    ttft_p99: PositiveDuration | UnsetType = UNSET
+    itl_p99: PositiveDuration | UnsetType = UNSET
+    e2e_p99: PositiveDuration | UnsetType | None = UNSET
+    availability: Availability | UnsetType = UNSET
+    window: Annotated[float, within(duration_s, "1h", "366d")] | UnsetType = UNSET
+
+
+class EngineConfig(_Form, frozen=True):
+    """One of `engines`."""
+
+    url: BaseUrl
+    name: Name | None = None  # None: host:port, see target_name
+    kind: EngineKind = "auto"
+    gpus: tuple[int, ...] = ()  # NVML indices
+    profile: Literal["latency", "throughput"] = "latency"
+    slo: SloOverride = SloOverride()
+    startup_within: PositiveDuration = 600.0  # s
+
+
+class RouterConfig(_Form, frozen=True):
+    """One of `routers`."""
+
+    url: BaseUrl
+    name: Name | None = None
+    kind: Annotated[str, Parse(_name, text=True, words=("auto",))] = "auto"
+
+
+class GpusConfig(_Form, frozen=True):
+    """`gpus`. `expected` None: learned."""
+
+    expected: int | None = None
+
+
+class PromqlSource(_Form, frozen=True):
+    """One of `sources.promql`."""
+
+    name: Name
+    url: BaseUrl
+    query: str
+    token_file: AbsolutePath | None = None
+    token_env: EnvName | None = None
+
+
+class JsonSource(_Form, frozen=True):
+    """One of `sources.json`. `path` is the way to the number inside the answer."""
+
+    name: Name
+    url: FullUrl
+    path: str
+    token_file: AbsolutePath | None = None
+    token_env: EnvName | None = None
+
+
+class SourcesConfig(_Form, frozen=True):
+    """`sources`."""
+
+    promql: tuple[PromqlSource, ...] = ()
+    json: tuple[JsonSource, ...] = ()
+
+
+class RuleOverride(_Form, frozen=True):
+    """One of `rules.override`: what is otherwise than in the rule's file. UNSET: as there."""
+
+    fires: str | UnsetType = UNSET
+    window: PositiveDuration | UnsetType = UNSET
+    min_count: int | UnsetType = UNSET
+    min_bad: int | UnsetType = UNSET
+    params: Mapping[str, Any] | UnsetType = UNSET
+    for_: Duration | UnsetType = field(name="for", default=UNSET)
+    keep: Duration | UnsetType = UNSET
+    severity: Severity | UnsetType = UNSET
+
+
+class XidOverride(_Form, frozen=True):
+    """One of `rules.xid`."""
+
+    severity: Literal["page", "ticket", "info", "log"]
+
+
+class RulesConfig(_Form, frozen=True):
+    """`rules`. `places` is where its keys stand, under their whole path (`rules.override.x`)."""
+
+    dirs: tuple[AbsolutePath, ...] = DEFAULT_RULE_DIRS
+    disable: tuple[str, ...] = ()
+    override: Mapping[str, RuleOverride] = {}
+    xid: Mapping[int, XidOverride] = {}
+    places: Places = field(name="_places", default=Places())
+
+
+class AlertmanagerConfig(_Form, frozen=True):
+    """`notify[].alertmanager`: every peer is told."""
+
+    urls: tuple[BaseUrl, ...]
+    resend: PositiveDuration = 60.0  # s
+    min_visible: Duration = 60.0  # s that a firing must have been accepted before its resolve is sent
+
+
+class WebhookConfig(_Form, frozen=True):
+    """`notify[].webhook`: exactly one of the three."""
+
+    url: FullUrl | None = None
+    url_file: AbsolutePath | None = None
+    url_env: EnvName | None = None
+
+
+class PagerdutyConfig(_Form, frozen=True):
+    """`notify[].pagerduty`: exactly one of the two."""
+
+    routing_key_file: AbsolutePath | None = None
+    routing_key_env: EnvName | None = None
+
+
+class SlackConfig(_Form, frozen=True):
+    """`notify[].slack`: exactly one of the two; both hold the webhook's URL."""
+
+    webhook_file: AbsolutePath | None = None
+    webhook_env: EnvName | None = None
+
+
+class HeartbeatConfig(_Form, frozen=True):
+    """`notify[].heartbeat`: the dead man's switch; exactly one of the three addresses."""
+
+    url: FullUrl | None = None
+    url_file: AbsolutePath | None = None
+    url_env: EnvName | None = None
+    every: Annotated[float, within(duration_s, "1s", "1d")] = 60.0  # s
+
+
+class Match(_Form, frozen=True):
+    """`notify[].match`."""
+
+    severity: tuple[Severity, ...]
+
+
+class Quiet(_Form, frozen=True):
+    """`notify[].quiet`: these severities wait until the window of the day is over."""
+
+    window: Annotated[str, Parse(_day_window, text=True)]
+    severity: tuple[Severity, ...] = ("ticket",)
+    zone: Zone = "UTC"
+
+
+ChannelKind = Literal["alertmanager", "webhook", "pagerduty", "slack", "heartbeat"]
+CHANNEL_KINDS: tuple[ChannelKind, ...] = ("alertmanager", "webhook", "pagerduty", "slack", "heartbeat")
+# channel -> keys of which exactly one is written
+_ONE_OF: Mapping[ChannelKind, tuple[str, ...]] = {
+    "webhook": ("url", "url_file", "url_env"),
+    "pagerduty": ("routing_key_file", "routing_key_env"),
+    "slack": ("webhook_file", "webhook_env"),
+    "heartbeat": ("url", "url_file", "url_env"),
+}
+
+
+class NotifyConfig(_Form, frozen=True):
+    """One of `notify`: exactly one channel is not None."""
+
+    alertmanager: AlertmanagerConfig | None = None
+    webhook: WebhookConfig | None = None
+    pagerduty: PagerdutyConfig | None = None
+    slack: SlackConfig | None = None
+    heartbeat: HeartbeatConfig | None = None
+    match: Match | None = None
+    quiet: Quiet | None = None
+    repeat: PositiveDuration | None = None  # s
+
+    @property
+    def kind(self) -> ChannelKind:
+        """Which channel it is."""
+        return next(kind for kind in CHANNEL_KINDS if getattr(self, kind) is not None)
+
+    @property
+    def severities(self) -> tuple[Severity, ...]:
+        """What it is told: `match`, else pages only for a pager and everything for the others."""
+        if self.match is not None:
+            return self.match.severity
+        return ("page",) if self.kind == "pagerduty" else ("page", "ticket", "info")
+
+
+class CanaryConfig(_Form, frozen=True):
+    """`probe.canary`."""
+
+    urls: tuple[BaseUrl, ...] = ()
+    model: str | None = None
+    api_key_file: AbsolutePath | None = None
+    api_key_env: EnvName | None = None
+    every: Annotated[float, within(duration_s, "1s", "1d")] = 30.0  # s
+
+
+class ProbeConfig(_Form, frozen=True):
+    """`probe`."""
+
+    canary: CanaryConfig = CanaryConfig()
+
+
+class WebConfig(_Form, frozen=True):
+    """`web`: the token for silences and aborts from the page."""
+
+    token_file: AbsolutePath | None = None
+    token_env: EnvName | None = None
+
+
+class DrillGuards(_Form, frozen=True):
+    """`drill_guards`. `min_healthy` None: the larger of 1 and half of them."""
+
+    lever_file: AbsolutePath = Path("/etc/tocsin/NO-DRILLS")
+    min_budget_left: Share = 0.5  # ratio
+    max_blast_radius: Annotated[float, Parse(_open_share)] = 0.3  # ratio
+    min_healthy: int | None = None  # replicas
+    min_gap: Duration = 20 * 3600.0  # s
+    other_watchers_ok: tuple[str, ...] = ()
+
+
+class Config(_Form, frozen=True):
+    """tocsin.yaml, whole."""
+
+    node: Name | None = None  # load_config never leaves it None
+    state_dir: AbsolutePath = Path("/var/lib/tocsin")
+    listen: Annotated[str, Parse(_listen, text=True)] = "127.0.0.1:9959"
+    external_url: BaseUrl | None = None
+    socket: Annotated[Path, Parse(_socket_path, text=True)] = Path("/run/tocsin/tocsin.sock")
+    poll: Annotated[float, within(duration_s, "1s", "60s")] = 5.0  # s
+    slo: SloConfig = SloConfig()
+    engines: tuple[EngineConfig, ...] = ()
+    routers: tuple[RouterConfig, ...] = ()
+    discover: bool = True
+    nvml: Literal["auto", "off"] = "auto"
+    gpus: GpusConfig = GpusConfig()
+    kernel_log: Annotated[str, Parse(_path_text, text=True, words=("auto", "off"))] = "auto"
+    sources: SourcesConfig = SourcesConfig()
+    cluster_rules: bool = False
+    pattern: str | None = None
+    rules: RulesConfig = RulesConfig()
+    notify: tuple[NotifyConfig, ...] = ()
+    probe: ProbeConfig = ProbeConfig()
+    web: WebConfig = WebConfig()
+    drills: tuple[Mapping[str, Any], ...] = ()
+    drill_guards: DrillGuards = DrillGuards()
+    drill_group: str | None = None
+
+    @property
+    def node_name(self) -> str:
+        """The `node` label."""
+        return self.node or "localhost"
+
+
+# ---- reading it ----
+
+
+def load_config(path: Path | None, env: Mapping[str, str]) -> Config:
+    """tocsin.yaml as Config. `path` None: the default file if it is there, else the built-in defaults.
+
+    Raises ConfigErrors with every fault. The node's name falls back to NODE_NAME in `env`, then to the host name.
+    """
+    if path is None and not _is_there(DEFAULT_PATH):
+        return _with_node(Config(), env)
+    read: Decoded[Config] = load(path or DEFAULT_PATH, Config)
+    if read.value is None:
+        raise ConfigErrors(read.faults)
+    places = Places(read.file, read.lines)
+    faults = [*read.faults, *_later_faults(read, read.value, places)]
+    if faults:
+        raise ConfigErrors(faults)
+    written = any(key.startswith("slo.") for key in read.lines)
+    config = msgspec.structs.replace(
+        read.value,
+        slo=msgspec.structs.replace(read.value.slo, written=written),
+        rules=msgspec.structs.replace(read.value.rules, places=places),
+    )
+    return _with_node(config, env)
+
+
+def _is_there(path: Path) -> bool:
+    """Also true for what cannot be read: that must be said, not taken for defaults."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _with_node(config: Config, env: Mapping[str, str]) -> Config:
+    return msgspec.structs.replace(config, node=config.node or env.get("NODE_NAME") or socket.gethostname())
+
+
+def _later_faults(read: Decoded[Config], config: Config, places: Places) -> list[Fault]:
+    """What can be wrong between keys. Where a key's own value was refused, nothing is said about it twice."""
+    faults = [*_name_faults(config, places), *_number_faults(config, places)]
+    for index, item in enumerate(config.notify):
+        faults += _notify_faults(item, f"notify[{index}]", places)
+    refused = [*(fault.key for fault in read.faults), *read.shortened]
+    return [
+        fault for fault in faults if not any(key.startswith(fault.key) or fault.key.startswith(key) for key in refused)
+    ]
+
+
+def _name_faults(config: Config, places: Places) -> list[Fault]:
+    faults, first = [], dict[str, str]()
+    targets: list[tuple[str, EngineConfig | RouterConfig]] = [
+        *((f"engines[{index}]", engine) for index, engine in enumerate(config.engines)),
+        *((f"routers[{index}]", router) for index, router in enumerate(config.routers)),
+    ]
+    for key, target in targets:
+        name = target_name(target)
+        if name in first:
+            remedy = "give each its own name"
+            where = f"{key}.name" if target.name else f"{key}.url"
+            faults.append(places.fault(where, f"the name {cut(name)} is taken by {first[name]}", remedy, cut(name)))
+        first.setdefault(name, key)
+    seen: set[str] = set()
+    sources: Sequence[tuple[str, PromqlSource | JsonSource]] = [
+        *((f"sources.promql[{index}]", promql) for index, promql in enumerate(config.sources.promql)),
+        *((f"sources.json[{index}]", json) for index, json in enumerate(config.sources.json)),
+    ]
+    for key, source in sources:
+        if source.name in seen:
+            faults.append(places.fault(f"{key}.name", f"a second source {cut(source.name)}", "give each its own name"))
+        seen.add(source.name)
+        if source.token_file and source.token_env:
+            faults.append(places.fault(key, "token_file and token_env are both written", "keep one of them"))
+    return faults
+
+
+def _number_faults(config: Config, places: Places) -> list[Fault]:
+    faults = []
+    for index, engine in enumerate(config.engines):
+        key = f"engines[{index}].gpus"
+        if len(set(engine.gpus)) != len(engine.gpus):
+            faults.append(places.fault(key, f"a GPU stands twice in {list(engine.gpus)}", "name each GPU once"))
+        if any(gpu < 0 for gpu in engine.gpus):
+            faults.append(places.fault(key, f"{min(engine.gpus)} is no GPU", "write NVML indices, from 0"))
+    wanted = [("gpus.expected", config.gpus.expected), ("drill_guards.min_healthy", config.drill_guards.min_healthy)]
+    faults += [
+        places.fault(key, f"{number} is below 0", "write a number from 0")
+        for key, number in wanted
+        if number is not None and number < 0
+    ]
+    pairs = [
+        ("web", config.web.token_file, config.web.token_env, "token"),
+        ("probe.canary", config.probe.canary.api_key_file, config.probe.canary.api_key_env, "api_key"),
+    ]
+    faults += [
+        places.fault(key, f"{name}_file and {name}_env are both written", "keep one of them")
+        for key, file, variable, name in pairs
+        if file and variable
+    ]
+    return faults
+
+
+def _notify_faults(item: NotifyConfig, key: str, places: Places) -> list[Fault]:
+    kinds = [kind for kind in CHANNEL_KINDS if getattr(item, kind) is not None]
+    if len(kinds) != 1:
+        message = f"names {len(kinds)} channels ({', '.join(kinds)})" if kinds else "names no channel"
+        return [places.fault(key, message, f"write one of {', '.join(CHANNEL_KINDS)} in each item")]
+    faults, kind = [], kinds[0]
+    channel = getattr(item, kind)
+    ways = _ONE_OF.get(kind, ())
+    given = [way for way in ways if getattr(channel, way) is not None]
+    if ways and len(given) != 1:
+        message = f"{' and '.join(given)} are both written" if given else f"needs one of {', '.join(ways)}"
+        faults.append(places.fault(f"{key}.{kind}", message, "keep one of them" if given else f"add {ways[-2]}: …"))
+    if item.alertmanager is not None and not item.alertmanager.urls:
+        faults.append(places.fault(f"{key}.{kind}.urls", "names no Alertmanager", "add the URL of every peer"))
+    for name, part in (("match", item.match), ("quiet", item.quiet)):
+        if part is not None and not part.severity:
+            remedy = "write severity: [page], or leave the key out"
+            faults.append(places.fault(f"{key}.{name}.severity", "an empty list matches nothing", remedy))
+        if part is not None and kind == "heartbeat":
+            faults.append(places.fault(f"{key}.{name}", "a heartbeat is sent whatever fires", f"remove {name}"))
+    return faults
+
+
+# ---- what others ask of it ----
+
+
+def target_name(target: EngineConfig | RouterConfig) -> str:
+    """The subject of a target: its configured name, else host:port."""
+    if target.name:
+        return target.name
+    url = urlsplit(target.url)
+    host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
+    return f"{host}:{url.port or (443 if url.scheme == 'https' else 80)}"
+
+
+def engine_of(config: Config, subject: str) -> EngineConfig | None:
+    """The configured engine that a subject (a target, or one of its engines `target/1`) belongs to."""
+    named = {target_name(engine): engine for engine in config.engines}
+    return named.get(subject) or named.get(re.sub(r"/[0-9]+$", "", subject))
+
+
+def slo_for(config: Config, subject: str | None = None) -> Slo:
+    """The service levels of a subject (target or engine): the global ones, with its engine's own laid over them."""
+    fields = ("ttft_p99", "itl_p99", "e2e_p99", "availability", "window")
+    values = {name: getattr(config.slo, name) for name in fields}
+    engine = engine_of(config, subject) if subject is not None else None
+    own: dict[str, Any] = {}
+    if engine is not None:
+        own = {name: value for name in fields if (value := getattr(engine.slo, name)) is not UNSET}
+    return Slo(**{**values, **own}, written=config.slo.written or bool(own))
+
+
+def with_slo(config: Config, levels: Mapping[str, str]) -> Config:
+    """The configuration with service levels from the command line (`ttft_p99=500ms`). Raises Unfit."""
+    parse: Mapping[str, Any] = {
+        **dict.fromkeys(("ttft_p99", "itl_p99", "e2e_p99", "window"), duration_s),
+        "availability": _availability,
+    }
+    changes: dict[str, Any] = {}
+    for name, text in levels.items():
+        if name not in parse:
+            raise Unfit(f"service level {cut(name)!r} is unknown", did_you_mean(name, parse))
+        changes[name] = parse[name](text)
+    slo = msgspec.structs.replace(config.slo, **changes, written=config.slo.written or bool(changes))
+    return msgspec.structs.replace(config, slo=slo)
+
+
+def channels(config: Config) -> tuple[tuple[str, NotifyConfig], ...]:
+    """Each channel with its name: its kind, and `-2` and so on for the second of a kind."""
+    count: dict[str, int] = {}
+    named = []
+    for item in config.notify:
+        count[item.kind] = count.get(item.kind, 0) + 1
+        number = count[item.kind]
+        named.append((item.kind if number == 1 else f"{item.kind}-{number}", item))
+    return tuple(named)
+
+
+class SecretUnreadable(Exception):  # noqa: N818  (it says what the secret is)
+    """A secret cannot be read now. The text names the file or variable, never the content."""
+
+
+def read_secret(file: Path | None, env: str | None, environ: Mapping[str, str] = os.environ) -> str:
+    """A secret, read when it is used, so that a rotated one is taken; one line end at its end is cut.
+
+    Raises SecretUnreadable.
+    """
+    if file is not None:
+        where, text = str(file), _secret_in(file)
+    elif env is not None:
+        if env not in environ:
+            raise SecretUnreadable(f"environment variable {env} is not set; set it for the daemon")
+        where, text = f"environment variable {env}", environ[env]
+    else:
+        raise SecretUnreadable("no file and no environment variable is configured for this secret")
+    text = text.removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise SecretUnreadable(f"{where} is empty; put the secret there")
+    if not text.isprintable():
+        raise SecretUnreadable(f"{where} holds more than one line, or control characters; put only the secret there")
+    return text
+
+
+def _secret_in(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            raw = opened.read(MAX_SECRET_BYTES + 1)
+    except OSError as error:
+        raise SecretUnreadable(f"{file} cannot be read: {error.strerror}; check its path and permissions") from None
+    if len(raw) > MAX_SECRET_BYTES:
+        raise SecretUnreadable(f"{file} is over 64 KiB; this is hardly the secret")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise SecretUnreadable(f"{file} is not UTF-8; put only the secret there") from None
