@@ -1,0 +1,48 @@
+"""Every rule has a page that helps at 3 a.m.: what it means, how to confirm it, what to do, what it is not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNBOOKS = {path.stem: path.read_text() for path in sorted((ROOT / "runbooks").glob("*.md"))}
+RULES = {
+    rule["id"]: rule for path in sorted((ROOT / "rules").glob("*.yaml")) for rule in yaml.safe_load(path.read_text())
+}
+
+
+def test_every_rule_has_its_runbook_and_every_runbook_its_rule() -> None:
+    """The page at 3 a.m. linked to a runbook that nobody had written."""
+    assert sorted(RULES) == sorted(name for name in RUNBOOKS if not name.startswith("drill-"))
+
+
+@pytest.mark.parametrize("rule_id", RUNBOOKS)
+def test_runbook_has_all_parts(rule_id: str) -> None:
+    """One read a runbook on the phone: it is short, and has the same parts in the same order as all others."""
+    text = RUNBOOKS[rule_id]
+    lines = text.splitlines()
+    assert lines[0].startswith(f"# {rule_id}: ")
+    assert 25 <= len(lines) <= 50
+    sections = re.findall(r"^## (\w+( now)?)", text, flags=re.MULTILINE)
+    names = list(dict.fromkeys(section for section, _ in sections))
+    assert names in (["Confirm", "Do now", "It", "Clears"], ["Confirm", "Do now", "Do", "It", "Clears"])
+
+
+@pytest.mark.parametrize("rule_id", RUNBOOKS)
+def test_runbook_says_what_the_rule_is(rule_id: str) -> None:
+    """The runbook said ticket, the rule paged: number and severity in its first lines are the rule's own."""
+    rule = RULES[rule_id]
+    number, severity = RUNBOOKS[rule_id].splitlines()[2].split(" · ")[:2]
+    assert (number, severity) == (rule["number"], rule["severity"])
+
+
+@pytest.mark.parametrize("rule_id", RUNBOOKS)
+def test_runbook_names_only_runbooks_that_exist(rule_id: str) -> None:
+    """'Follow kv-cache-utilisation': there was no such page."""
+    text = re.sub(r"\s+", " ", RUNBOOKS[rule_id])
+    followed = re.findall(r"(?:[Ff]ollow|go to|see|See) ([a-z0-9]+(?:-[a-z0-9]+)+)", text)
+    assert [name for name in followed if name not in RUNBOOKS] == []
