@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agent import sdnotify
 from agent.model import Alert, Book, Signal, SignalSpec, Why
+from agent.signals import SIGNALS
 from agent.web.app import PRIVATE, PUBLIC, allowed_hosts, host_name, make_app
 from agent.web.metrics import SourceStat, metric_name
 from agent.web.server import CannotServe, Server, serve_tcp, serve_unix, split_address
@@ -28,10 +29,10 @@ NOW = 1_000_000.0
 CATALOGUE = {
     spec.id: spec
     for spec in (
-        SignalSpec("queue_age_s", "s", "engine", "Age of the oldest request never yet scheduled"),
+        SignalSpec("queue_age", "s", "engine", "Age of the oldest request never yet scheduled"),
         SignalSpec("kv_cache_utilization", "ratio", "engine", "Share of KV blocks in use"),
         SignalSpec("gpu_temperature", "celsius", "gpu", "Temperature of the GPU"),
-        SignalSpec("preemptions_1h", "", "engine", "Preemptions in the last hour"),
+        SignalSpec("preemptions", "count", "engine", "Requests preempted in the window"),
         SignalSpec("ttft_slow_share", "ratio", "target", "Share of requests over the SLO"),
     )
 }
@@ -69,10 +70,12 @@ class FakeView:
 
     def signals(self) -> list[Signal]:
         return [
-            Signal("queue_age_s", "llama", "value", NOW - 2, value=0.25, unit="s", evidence={"high": float("inf")}),
+            Signal("queue_age", "llama", "value", NOW - 2, value=0.25, unit="s", evidence={"high": float("inf")}),
             Signal("kv_cache_utilization", "llama", "gap", NOW, unit="ratio", code=Why.MISSING, why="it is gone"),
             Signal("gpu_temperature", "GPU-1", "value", NOW - 1, value=91.0, unit="celsius", method="exact"),
-            Signal("preemptions_1h", "llama", "idle", NOW, value=4.0),
+            Signal("preemptions", "llama", "idle", NOW, value=4.0),
+            Signal("ttft_slow_share", "edge", "value", NOW, value=0.5, unit="ratio"),
+            Signal("gpu_temperature", "GPU-1", "value", NOW - 1, value=91.0, unit="celsius"),  # for a second rule
             Signal("ttft_slow_share", "llama", "na", NOW, why="not told"),
         ]
 
@@ -94,11 +97,11 @@ class FakeView:
     def source_stats(self) -> list[SourceStat]:
         return [SourceStat("engine llama", 0.012, 3), SourceStat("nvml", None, 0)]
 
-    def outbox_counts(self) -> Mapping[tuple[str, str], int]:
-        return {("alertmanager", "waiting"): 2}
+    def outbox_counts(self) -> Mapping[str, Mapping[str, int]]:
+        return {"alertmanager": {"pending": 2}}
 
-    def delivery_counts(self) -> Mapping[tuple[str, str], int]:
-        return {("alertmanager", "accepted"): 7}
+    def delivery_counts(self) -> Mapping[str, Mapping[str, int]]:
+        return {"alertmanager": {"delivered": 7}}
 
 
 @pytest.fixture
@@ -167,7 +170,7 @@ def test_the_socket_gets_everything(view: FakeView, unix: Server) -> None:
     assert [t["id"] for t in json.loads(fetch(unix, "/transitions?after=1")[2])] == [2, 3]
     assert json.loads(fetch(unix, "/doctor")[2]) == {"targets": [], "gpus": [], "sources": []}
     queue, kv = json.loads(fetch(unix, "/signals")[2])[:2]
-    assert (queue["id"], queue["value"], queue["evidence"]) == ("queue_age_s", 0.25, {"high": None})
+    assert (queue["id"], queue["value"], queue["evidence"]) == ("queue_age", 0.25, {"high": None})
     assert (kv["state"], kv["code"], kv["value"]) == ("gap", "missing", None)
     assert fetch(unix, "/metrics")[0] == fetch(unix, "/livez")[0] == 200
 
@@ -185,7 +188,7 @@ def test_nvml_is_released_for_a_time(view: FakeView, unix: Server, query: str, w
 @pytest.mark.parametrize(
     ("path", "method", "status", "says"),
     [
-        ("/nvml/release?for=60", "POST", 400, "for='60' is not a duration; write 500ms, 60s, 5m or 1h"),
+        ("/nvml/release?for=60", "POST", 400, "for=60: missing unit in duration 60; write 60s, 60ms or 60m"),
         ("/transitions?after=-1", "GET", 400, "after='-1' is not the id of a transition"),
         ("/nvml/release", "GET", 405, "use POST"),
         ("/check", "DELETE", 405, "use GET, HEAD"),
@@ -274,7 +277,7 @@ def test_metrics_say_what_the_signals_say(tcp: Server) -> None:
     got = metrics_of(tcp)
     assert got["tocsin_queue_age_seconds", (("engine", "llama"), ("subject", "llama"))] == 0.25
     assert got["tocsin_gpu_temperature_celsius", (("gpu", "GPU-1"), ("subject", "GPU-1"))] == 91.0
-    assert got["tocsin_signal_age_seconds", (("signal", "queue_age_s"), ("subject", "llama"))] == 2.0
+    assert got["tocsin_signal_age_seconds", (("signal", "queue_age"), ("subject", "llama"))] == 2.0
     gap = (("reason", "missing"), ("signal", "kv_cache_utilization"), ("subject", "llama"))
     assert got["tocsin_signal_gap", gap] == 1.0
     hot = (("rule", "gpu-temperature"), ("severity", "ticket"), ("subject", "GPU-1"))
@@ -283,12 +286,14 @@ def test_metrics_say_what_the_signals_say(tcp: Server) -> None:
     assert got["tocsin_alert_state", slow] == 1.0
     assert got["tocsin_source_duration_seconds", (("source", "engine llama"),)] == 0.012
     assert got["tocsin_source_errors_total", (("source", "engine llama"),)] == 3.0
-    assert got["tocsin_outbox_notices", (("channel", "alertmanager"), ("state", "waiting"))] == 2.0
-    assert got["tocsin_notifications_total", (("channel", "alertmanager"), ("outcome", "accepted"))] == 7.0
+    assert got["tocsin_outbox_notices", (("channel", "alertmanager"), ("state", "pending"))] == 2.0
+    assert got["tocsin_notifications_total", (("channel", "alertmanager"), ("outcome", "delivered"))] == 7.0
     assert got["tocsin_tick_timestamp_seconds", ()] == NOW - 1
     names = {name for name, _ in got}
     assert {"process_resident_memory_bytes", "process_cpu_seconds_total"} <= names
-    assert not names & {"tocsin_kv_cache_utilization_ratio", "tocsin_preemptions_1h", "tocsin_ttft_slow_share_ratio"}
+    assert got["tocsin_ttft_slow_share_ratio", (("engine", "edge"), ("subject", "edge"))] == 0.5
+    assert not names & {"tocsin_kv_cache_utilization_ratio", "tocsin_preemptions"}
+    assert [dict(labels)["subject"] for name, labels in got if name == "tocsin_ttft_slow_share_ratio"] == ["edge"]
 
 
 def test_metrics_come_as_openmetrics_to_who_asks(tcp: Server) -> None:
@@ -303,13 +308,13 @@ def test_metrics_come_as_openmetrics_to_who_asks(tcp: Server) -> None:
 @pytest.mark.parametrize(
     ("signal", "unit", "want"),
     [
-        ("queue_age_s", "s", "tocsin_queue_age_seconds"),
+        ("queue_age", "s", "tocsin_queue_age_seconds"),
         ("kv_cache_utilization", "ratio", "tocsin_kv_cache_utilization_ratio"),
         ("gpu_temperature", "celsius", "tocsin_gpu_temperature_celsius"),
-        ("gpu_temp_c", "celsius", "tocsin_gpu_temp_celsius"),
+        ("gpu_thermal_margin", "kelvin", "tocsin_gpu_thermal_margin_kelvin"),
         ("gpu_memory_free", "bytes", "tocsin_gpu_memory_free_bytes"),
-        ("preemptions_1h", "", "tocsin_preemptions_1h"),
-        ("error_burn_fast", "x", "tocsin_error_burn_fast"),
+        ("preemptions", "count", "tocsin_preemptions"),
+        ("error_burn", "of limit", "tocsin_error_burn"),
     ],
 )
 def test_metric_names_end_in_their_base_unit(signal: str, unit: str, want: str) -> None:
@@ -438,3 +443,10 @@ def test_the_watchdog_is_for_this_process_only() -> None:
     assert sdnotify.watchdog_s({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}) is None
     assert sdnotify.watchdog_s({"WATCHDOG_USEC": "0", "WATCHDOG_PID": mine}) is None
     assert sdnotify.watchdog_s({}) is None
+
+
+@pytest.mark.parametrize("spec", [spec for spec, _ in SIGNALS.values()], ids=lambda spec: str(spec.id))
+def test_every_signal_has_a_name_as_a_metric(spec: SignalSpec) -> None:
+    """A signal with a new unit was added, and the first scrape that met it failed as a whole."""
+    assert metric_name(spec).startswith("tocsin_")
+    assert spec.help

@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from agent.model import Book, Signal, SignalSpec
+from agent.strict import Unfit, duration_s
 from agent.web.metrics import SourceStat, make_renderer
 
 if TYPE_CHECKING:
@@ -70,11 +71,11 @@ class View(Protocol):
     def source_stats(self) -> Iterable[SourceStat]:
         """One row a source."""
 
-    def outbox_counts(self) -> Mapping[tuple[str, str], int]:
-        """How many notices are owed, by (channel, state)."""
+    def outbox_counts(self) -> Mapping[str, Mapping[str, int]]:
+        """How many notices there are: channel -> state -> number."""
 
-    def delivery_counts(self) -> Mapping[tuple[str, str], int]:
-        """How many deliveries were tried since the start, by (channel, outcome)."""
+    def delivery_counts(self) -> Mapping[str, Mapping[str, int]]:
+        """How many deliveries were tried since the start: channel -> outcome -> number."""
 
 
 class Reply(NamedTuple):
@@ -172,18 +173,15 @@ def _transitions(request: Request) -> Reply:
 
 def _release(request: Request) -> Reply:
     span = request.query.get("for")
-    return _json(request.view.release_nvml(None if span is None else _seconds(span)))
+    try:
+        for_s = None if span is None else duration_s(span)
+    except Unfit as fault:
+        raise BadRequest(f"for={span}: {fault}") from fault
+    return _json(request.view.release_nvml(for_s))
 
 
 def _reopen(request: Request) -> Reply:
     return _json(request.view.reopen_nvml())
-
-
-def _seconds(span: str) -> float:
-    found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)(ms|s|m|h)", span)
-    if not found:
-        raise BadRequest(f"for={span!r} is not a duration; write 500ms, 60s, 5m or 1h")
-    return float(found[1]) * {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}[found[2]]
 
 
 Routes = Mapping[str, Mapping[str, Handler]]  # path -> method -> handler

@@ -15,25 +15,18 @@ from prometheus_client.registry import Collector
 
 from agent.model import Book, Signal, SignalSpec, SubjectKind
 
-# unit of the catalogue -> (suffix of the metric's name, factor to Prometheus's base unit). "" is a plain count.
-UNITS: Mapping[str, tuple[str, float]] = {
-    "s": ("_seconds", 1.0),
-    "ms": ("_seconds", 0.001),
-    "ratio": ("_ratio", 1.0),
-    "celsius": ("_celsius", 1.0),
-    "C": ("_celsius", 1.0),
-    "°C": ("_celsius", 1.0),
-    "K": ("_kelvin", 1.0),
-    "kelvin": ("_kelvin", 1.0),
-    "bytes": ("_bytes", 1.0),
-    "W": ("_watts", 1.0),
-    "watts": ("_watts", 1.0),
-    "MHz": ("_hertz", 1e6),
+# unit of the catalogue -> suffix of the metric's name. All of them are Prometheus's base units already.
+SUFFIXES: Mapping[str, str] = {
+    "s": "_seconds",
+    "ratio": "_ratio",
+    "celsius": "_celsius",
+    "kelvin": "_kelvin",
+    "bytes": "_bytes",
+    "count": "",
+    "of limit": "",
 }
-# Endings with which a signal's id may tell its unit; the metric's name says it in full.
-SHORT_UNITS = ("_s", "_ms", "_c", "_bytes", "_w", "_mhz", "_ratio", "_seconds", "_celsius")
-# What identifies a subject, besides `subject`. A tensor-parallel group is its engine.
-IDENTITY: Mapping[SubjectKind, str] = {"gpu": "gpu", "engine": "engine", "group": "engine"}
+# Which label says what a subject is, beside `subject`: as in the alerts' own labels.
+IDENTITY: Mapping[SubjectKind, str] = {"gpu": "gpu", "engine": "engine", "group": "engine", "target": "engine"}
 ALERT_STATES = {"pending": 1.0, "firing": 2.0}
 
 
@@ -52,36 +45,36 @@ class Measured(Protocol):
     def book(self) -> Book: ...
     def tick_at(self) -> float | None: ...
     def source_stats(self) -> Iterable[SourceStat]: ...
-    def outbox_counts(self) -> Mapping[tuple[str, str], int]: ...
-    def delivery_counts(self) -> Mapping[tuple[str, str], int]: ...
+    def outbox_counts(self) -> Mapping[str, Mapping[str, int]]: ...
+    def delivery_counts(self) -> Mapping[str, Mapping[str, int]]: ...
 
 
 def metric_name(spec: SignalSpec) -> str:
-    """A signal's name as a metric, with its base unit: queue_age_s (s) -> tocsin_queue_age_seconds."""
-    suffix = UNITS.get(spec.unit, ("", 1.0))[0]
-    stem = spec.id
-    for ending in SHORT_UNITS:
-        if suffix and stem.endswith(ending):
-            stem = stem.removesuffix(ending)
-            break
-    return f"tocsin_{stem}{suffix}"
+    """A signal's name as a metric, with its base unit: queue_age (s) -> tocsin_queue_age_seconds."""
+    return f"tocsin_{spec.id}{SUFFIXES[spec.unit]}"
+
+
+def _once(signals: Iterable[Signal]) -> list[Signal]:
+    """One of each (signal, subject), the first: two rules on one signal must not make one series twice."""
+    first: dict[tuple[str, str], Signal] = {}
+    for signal in signals:
+        first.setdefault((signal.id, signal.subject), signal)
+    return list(first.values())
 
 
 def _signal_families(signals: list[Signal], catalogue: Mapping[str, SignalSpec]) -> Iterator[Metric]:
     by_id: dict[str, list[Signal]] = {}
     for signal in signals:
-        if signal.state == "value" and signal.value is not None and signal.id in catalogue:
+        if signal.state == "value" and signal.value is not None:
             by_id.setdefault(signal.id, []).append(signal)
     for signal_id, having in sorted(by_id.items()):
         spec = catalogue[signal_id]
         identity = IDENTITY.get(spec.subject)
         family = GaugeMetricFamily(
-            metric_name(spec), spec.help or signal_id, labels=["subject", *([identity] if identity else [])]
+            metric_name(spec), spec.help, labels=["subject", *([identity] if identity else [])]
         )
-        factor = UNITS.get(spec.unit, ("", 1.0))[1]
         for signal in having:
-            labels = [signal.subject, *([signal.subject] if identity else [])]
-            family.add_metric(labels, factor * (signal.value or 0.0))
+            family.add_metric([signal.subject, *([signal.subject] if identity else [])], signal.value or 0.0)
         yield family
 
 
@@ -124,13 +117,12 @@ def _own_families(view: Measured) -> Iterator[Metric]:
     yield took
     yield errors
     owed = GaugeMetricFamily("tocsin_outbox_notices", "Notices in the outbox", labels=["channel", "state"])
-    for (channel, state), count in sorted(view.outbox_counts().items()):
-        owed.add_metric([channel, state], count)
-    yield owed
     tried = CounterMetricFamily("tocsin_notifications", "Deliveries tried, by outcome", labels=["channel", "outcome"])
-    for (channel, outcome), count in sorted(view.delivery_counts().items()):
-        tried.add_metric([channel, outcome], count)
-    yield tried
+    for family, counts in ((owed, view.outbox_counts()), (tried, view.delivery_counts())):
+        for channel, by_word in sorted(counts.items()):
+            for word, count in sorted(by_word.items()):
+                family.add_metric([channel, word], count)
+        yield family
     tick_at = view.tick_at()
     if tick_at is not None:
         yield GaugeMetricFamily("tocsin_tick_timestamp_seconds", "When the last tick was finished", value=tick_at)
@@ -144,7 +136,7 @@ class AgentCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """The families of one scrape, all from the same signals."""
-        signals = self._view.signals()
+        signals = _once(self._view.signals())
         yield from _signal_families(signals, self._catalogue)
         yield from _gap_families(signals, self._clock())
         yield _alert_family(self._view.book())
