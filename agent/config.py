@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
-from agent.model import Severity, Slo
+from agent.model import Severity, SignalSpec, Slo
 from agent.strict import (
     AbsolutePath,
     ConfigErrors,
@@ -25,6 +25,7 @@ from agent.strict import (
     EnvName,
     Fault,
     Parse,
+    Places,
     PositiveDuration,
     Share,
     Unfit,
@@ -36,11 +37,11 @@ from agent.strict import (
     share,
     within,
 )
+from rules import RulesConfig, RuleSet, load_rules
 
 __all__ = ["Config", "ConfigErrors", "Fault", "SecretUnreadable", "load_config", "read_secret", "slo_for"]
 
 DEFAULT_PATH = Path("/etc/tocsin/tocsin.yaml")
-DEFAULT_RULE_DIRS = (Path("/etc/tocsin/rules.d"),)
 MAX_SECRET_BYTES = 64 * 1024
 ENGINE_KINDS = ("vllm", "sglang", "tensorrt-llm", "triton", "tgi", "llama.cpp", "lmdeploy", "dynamo", "ray-serve")
 
@@ -171,24 +172,10 @@ def _kind(text: str) -> str:
 
 
 class _Form(Struct, frozen=True, kw_only=True):
-    """A mapping of the file. A field whose encoded name begins with _ is ours, not a key."""
+    """A mapping of the file. A field whose encoded name begins with _ is ours, not a key: `at` is the key path."""
 
 
 # ---- the contract ----
-
-
-class Places(Struct, frozen=True):
-    """Where each key path of a file stands, for checks that come after reading it."""
-
-    file: str = ""
-    lines: Mapping[str, int] = {}
-
-    def fault(self, key: str, message: str, remedy: str, value: str = "") -> Fault:
-        """A fault at a key path, at the line of the nearest key that is written."""
-        path = key
-        while path and path not in self.lines:
-            path = re.sub(r"(?:\.|^)[^.\[\]]*$|\[[0-9]+\]$", "", path)
-        return Fault(self.file, self.lines.get(path, 0), key, value, message, remedy)
 
 
 class SloConfig(_Form, frozen=True):
@@ -222,6 +209,7 @@ class EngineConfig(_Form, frozen=True):
     profile: Literal["latency", "throughput"] = "latency"
     slo: SloOverride = SloOverride()
     startup_within: PositiveDuration = 600.0  # s
+    at: str = field(name="_at", default="")
 
 
 class RouterConfig(_Form, frozen=True):
@@ -230,6 +218,7 @@ class RouterConfig(_Form, frozen=True):
     url: BaseUrl
     name: Name | None = None
     kind: Annotated[str, Parse(_name, text=True, words=("auto",))] = "auto"
+    at: str = field(name="_at", default="")
 
 
 class GpusConfig(_Form, frozen=True):
@@ -246,6 +235,7 @@ class PromqlSource(_Form, frozen=True):
     query: str
     token_file: AbsolutePath | None = None
     token_env: EnvName | None = None
+    at: str = field(name="_at", default="")
 
 
 class JsonSource(_Form, frozen=True):
@@ -256,6 +246,7 @@ class JsonSource(_Form, frozen=True):
     path: str
     token_file: AbsolutePath | None = None
     token_env: EnvName | None = None
+    at: str = field(name="_at", default="")
 
 
 class SourcesConfig(_Form, frozen=True):
@@ -263,35 +254,6 @@ class SourcesConfig(_Form, frozen=True):
 
     promql: tuple[PromqlSource, ...] = ()
     json: tuple[JsonSource, ...] = ()
-
-
-class RuleOverride(_Form, frozen=True):
-    """One of `rules.override`: what is otherwise than in the rule's file. UNSET: as there."""
-
-    fires: str | UnsetType = UNSET
-    window: PositiveDuration | UnsetType = UNSET
-    min_count: int | UnsetType = UNSET
-    min_bad: int | UnsetType = UNSET
-    params: Mapping[str, Any] | UnsetType = UNSET
-    for_: Duration | UnsetType = field(name="for", default=UNSET)
-    keep: Duration | UnsetType = UNSET
-    severity: Severity | UnsetType = UNSET
-
-
-class XidOverride(_Form, frozen=True):
-    """One of `rules.xid`."""
-
-    severity: Literal["page", "ticket", "info", "log"]
-
-
-class RulesConfig(_Form, frozen=True):
-    """`rules`. `places` is where its keys stand, under their whole path (`rules.override.x`)."""
-
-    dirs: tuple[AbsolutePath, ...] = DEFAULT_RULE_DIRS
-    disable: tuple[str, ...] = ()
-    override: Mapping[str, RuleOverride] = {}
-    xid: Mapping[int, XidOverride] = {}
-    places: Places = field(name="_places", default=Places())
 
 
 class AlertmanagerConfig(_Form, frozen=True):
@@ -369,6 +331,7 @@ class NotifyConfig(_Form, frozen=True):
     match: Match | None = None
     quiet: Quiet | None = None
     repeat: PositiveDuration | None = None  # s
+    at: str = field(name="_at", default="")
 
     @property
     def kind(self) -> ChannelKind:
@@ -494,9 +457,9 @@ def _with_node(config: Config, env: Mapping[str, str]) -> Config:
 def _later_faults(read: Decoded[Config], config: Config, places: Places) -> list[Fault]:
     """What can be wrong between keys. Where a key's own value was refused, nothing is said about it twice."""
     faults = [*_name_faults(config, places), *_number_faults(config, places)]
-    for index, item in enumerate(config.notify):
-        faults += _notify_faults(item, f"notify[{index}]", places)
-    refused = [*(fault.key for fault in read.faults), *read.shortened]
+    for item in config.notify:
+        faults += _notify_faults(item, places)
+    refused = [fault.key for fault in read.faults]
     return [
         fault for fault in faults if not any(key.startswith(fault.key) or fault.key.startswith(key) for key in refused)
     ]
@@ -504,35 +467,30 @@ def _later_faults(read: Decoded[Config], config: Config, places: Places) -> list
 
 def _name_faults(config: Config, places: Places) -> list[Fault]:
     faults, first = [], dict[str, str]()
-    targets: list[tuple[str, EngineConfig | RouterConfig]] = [
-        *((f"engines[{index}]", engine) for index, engine in enumerate(config.engines)),
-        *((f"routers[{index}]", router) for index, router in enumerate(config.routers)),
-    ]
-    for key, target in targets:
+    targets: Sequence[EngineConfig | RouterConfig] = (*config.engines, *config.routers)
+    for target in targets:
         name = target_name(target)
         if name in first:
             remedy = "give each its own name"
-            where = f"{key}.name" if target.name else f"{key}.url"
+            where = f"{target.at}.name" if target.name else f"{target.at}.url"
             faults.append(places.fault(where, f"the name {cut(name)} is taken by {first[name]}", remedy, cut(name)))
-        first.setdefault(name, key)
+        first.setdefault(name, target.at)
     seen: set[str] = set()
-    sources: Sequence[tuple[str, PromqlSource | JsonSource]] = [
-        *((f"sources.promql[{index}]", promql) for index, promql in enumerate(config.sources.promql)),
-        *((f"sources.json[{index}]", json) for index, json in enumerate(config.sources.json)),
-    ]
-    for key, source in sources:
+    sources: Sequence[PromqlSource | JsonSource] = (*config.sources.promql, *config.sources.json)
+    for source in sources:
         if source.name in seen:
-            faults.append(places.fault(f"{key}.name", f"a second source {cut(source.name)}", "give each its own name"))
+            message = f"a second source {cut(source.name)}"
+            faults.append(places.fault(f"{source.at}.name", message, "give each its own name"))
         seen.add(source.name)
         if source.token_file and source.token_env:
-            faults.append(places.fault(key, "token_file and token_env are both written", "keep one of them"))
+            faults.append(places.fault(source.at, "token_file and token_env are both written", "keep one of them"))
     return faults
 
 
 def _number_faults(config: Config, places: Places) -> list[Fault]:
     faults = []
-    for index, engine in enumerate(config.engines):
-        key = f"engines[{index}].gpus"
+    for engine in config.engines:
+        key = f"{engine.at}.gpus"
         if len(set(engine.gpus)) != len(engine.gpus):
             faults.append(places.fault(key, f"a GPU stands twice in {list(engine.gpus)}", "name each GPU once"))
         if any(gpu < 0 for gpu in engine.gpus):
@@ -555,7 +513,8 @@ def _number_faults(config: Config, places: Places) -> list[Fault]:
     return faults
 
 
-def _notify_faults(item: NotifyConfig, key: str, places: Places) -> list[Fault]:
+def _notify_faults(item: NotifyConfig, places: Places) -> list[Fault]:
+    key = item.at
     kinds = [kind for kind in CHANNEL_KINDS if getattr(item, kind) is not None]
     if len(kinds) != 1:
         message = f"names {len(kinds)} channels ({', '.join(kinds)})" if kinds else "names no channel"
@@ -620,6 +579,12 @@ def with_slo(config: Config, levels: Mapping[str, str]) -> Config:
         changes[name] = parse[name](text)
     slo = msgspec.structs.replace(config.slo, **changes, written=config.slo.written or bool(changes))
     return msgspec.structs.replace(config, slo=slo)
+
+
+def rules_for(config: Config, catalogue: Mapping[str, SignalSpec]) -> RuleSet:
+    """All rules under this configuration, engines' own service levels considered. Raises ConfigErrors."""
+    own = {target_name(engine): slo_for(config, target_name(engine)) for engine in config.engines}
+    return load_rules(config.rules, slo_for(config), catalogue, engine_slos=own)
 
 
 def channels(config: Config) -> tuple[tuple[str, NotifyConfig], ...]:

@@ -86,18 +86,31 @@ class Parse:
     words: tuple[str, ...] = ()
 
 
+class Places(msgspec.Struct, frozen=True):
+    """Where each key path of a file stands, for checks that come after reading it."""
+
+    file: str = ""
+    lines: Mapping[str, int] = {}
+
+    def line(self, key: str) -> int:
+        """The line of a key path, or of the nearest path around it that is written; 0 for none."""
+        while key and key not in self.lines:
+            key = re.sub(r"(?:(?:\.|^)[^.\[\]]*|\[[0-9]+\])$", "", key)
+        return self.lines.get(key, 0)
+
+    def fault(self, key: str, message: str, remedy: str, value: str = "") -> Fault:
+        """A fault at a key path."""
+        return Fault(self.file, self.line(key), key, value, message, remedy)
+
+
 @dataclass(frozen=True, slots=True)
 class Decoded(Generic[T]):
-    """A file's value (None: too broken to have one), its faults, and the line of each key path, for later checks.
-
-    `shortened` are the lists that lost a faulty item, so that positions in them say nothing.
-    """
+    """A file's value (None: too broken to have one), its faults, and the line of each key path, for later checks."""
 
     file: str
     value: T | None
     faults: tuple[Fault, ...] = ()
     lines: Mapping[str, int] = field(default_factory=dict)
-    shortened: frozenset[str] = frozenset()
 
 
 # ---- what is shown of a value ----
@@ -141,13 +154,13 @@ _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _UNITS_BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _LIKELY_UNIT = {"sec": "s", "secs": "s", "second": "s", "seconds": "s", "min": "m", "mins": "m", "minute": "m"}
 _LIKELY_UNIT |= {"minutes": "m", "hr": "h", "hour": "h", "hours": "h", "day": "d", "days": "d", "msec": "ms"}
-_NUMBER = r"(?P<number>[0-9]+(?:\.[0-9]+)?)"
+NUMBER = r"(?P<number>[0-9]+(?:\.[0-9]+)?)"
 
 
 def duration_s(text: str) -> float:
     """`500ms 15s 5m 2h 30d` in seconds. Raises Unfit, also for a number without its unit."""
     text = text.strip()
-    match = re.fullmatch(rf"{_NUMBER}\s*(?P<unit>[A-Za-zµ]*)", text)
+    match = re.fullmatch(rf"{NUMBER}\s*(?P<unit>[A-Za-zµ]*)", text)
     if match is None:
         raise Unfit(f"{cut(text)!r} is not a duration", "write a number and its unit, as 500ms, 15s, 5m, 2h or 30d")
     number, unit = match["number"], match["unit"]
@@ -166,7 +179,7 @@ def duration_s(text: str) -> float:
 def share(text: str) -> float:
     """`85%` or `0.85` as a ratio from 0 to 1. Raises Unfit, also for a bare 1, which may mean 1 % or 100 %."""
     text = text.strip()
-    match = re.fullmatch(rf"{_NUMBER}\s*(?P<percent>%?)", text)
+    match = re.fullmatch(rf"{NUMBER}\s*(?P<percent>%?)", text)
     if match is None:
         raise Unfit(f"{cut(text)!r} is not a share", "write 85% or 0.85")
     number = match["number"]
@@ -181,7 +194,7 @@ def share(text: str) -> float:
 
 def size_bytes(text: str) -> float:
     """`32MiB` in bytes (B, kB, MB, GB, KiB, MiB, GiB). Raises Unfit."""
-    match = re.fullmatch(rf"{_NUMBER}(?P<unit>[A-Za-z]*)", text.strip())
+    match = re.fullmatch(rf"{NUMBER}(?P<unit>[A-Za-z]*)", text.strip())
     if match is not None and not match["unit"]:
         number = match["number"]
         raise Unfit(f"missing unit in size {number}", f"write {number}MiB, {number}KiB or {number}B")
@@ -192,9 +205,9 @@ def size_bytes(text: str) -> float:
 
 def rate_per_s(text: str) -> float:
     """`5/s` (or /m, /h) in events per second. Raises Unfit."""
-    match = re.fullmatch(rf"{_NUMBER}/(?P<unit>s|m|h)", text.strip())
+    match = re.fullmatch(rf"{NUMBER}/(?P<unit>s|m|h)", text.strip())
     if match is None:
-        number = re.match(_NUMBER, text.strip())
+        number = re.match(NUMBER, text.strip())
         remedy = f"write {number['number']}/s" if number else "write 5/s, 300/m or 100/h"
         raise Unfit(f"{cut(text)!r} is not a rate", remedy)
     return float(match["number"]) / _UNITS_S[match["unit"]]
@@ -290,7 +303,7 @@ def decode(text: str, kind: type[T] | Any, file: str) -> Decoded[T]:
     reader = _Reader(file)
     value = reader.value(node, kind, "") if node is not None else reader.empty(kind)
     faults = tuple(sorted(reader.faults, key=lambda fault: fault.line))
-    return Decoded(file, None if value is _BAD else value, faults, reader.lines, frozenset(reader.shortened))
+    return Decoded(file, None if value is _BAD else value, faults, reader.lines)
 
 
 # PyYAML's words -> ours and a remedy. Ours, because its own texts may quote the file, and a password may start with *.
@@ -394,7 +407,6 @@ class _Reader:
         self.file = file
         self.faults: list[Fault] = []
         self.lines: dict[str, int] = {}
-        self.shortened: set[str] = set()
         self.budget = MAX_VALUES
         self.depth = 0
 
@@ -569,8 +581,6 @@ class _Reader:
             here = f"{path}[{index}]"
             self.lines[here] = item.start_mark.line + 1
             values.append(self.value(item, kind, here))
-        if any(value is _BAD for value in values):
-            self.shortened.add(path)
         return tuple(value for value in values if value is not _BAD)
 
     def pairs(self, node: Any, path: str) -> list[tuple[Any, Any]] | None:
@@ -646,6 +656,8 @@ class _Reader:
                 given[wanted.name] = decoded
             elif wanted.required:
                 bad = True
+        if "_at" in kind.__struct_encode_fields__:  # a Struct that wants to know where it stands
+            given[kind.__struct_fields__[kind.__struct_encode_fields__.index("_at")]] = path
         written = {key.value for key, _ in pairs}
         missing = [name for name, wanted in fields.items() if wanted.required and name not in written]
         for name in missing:
