@@ -1,0 +1,546 @@
+"""One target's pages, one after another, to readings: which series is which number of which engine. Pure: no clock.
+
+What stands where is worked out once for a layout (the same families and series in the same order) and used again until
+it changes: the page of a live engine changes its numbers at every read, and its layout hardly ever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from agent.engines import (
+    KINDS,
+    Absent,
+    Chosen,
+    EngineMap,
+    Names,
+    Quantity,
+    detect,
+    gone_text,
+    is_muted,
+    load_map,
+    normalise,
+    resolve,
+    spellings,
+)
+from agent.exposition import BadLine, Page, Reader, Series
+from agent.model import SAMPLES, EngineFacts, Found, Gap, Sample, Why
+
+LARGEST = 1.7976931348623157e308  # every finite number is at most this
+PERCENT_FROM = 1.5  # a share over this is in percent
+SHARE_TOP = 1.0 + 1e-9  # what rounding may make of 1
+RESTART_S = 1.0  # a process start time that moved by more is another process
+SHOWN_FAMILIES = 12  # of a page that is not understood, in words
+
+SlotKey = tuple[str, str, str]  # (name, subject, key), as in Sample
+_FACTORS: Mapping[str, float] = {"ms": 1e-3, "us": 1e-6, "percent": 1e-2}
+
+
+class _One(NamedTuple):
+    """A number that is one series' value as it stands. `top`: the largest that it may be."""
+
+    at: int  # in Page.series
+    slot: SlotKey
+    top: float
+
+
+class _Many(NamedTuple):
+    """A number that is made of several series, or in another unit."""
+
+    slot: SlotKey
+    quantity: Quantity
+    unit: str
+    groups: tuple[tuple[int, ...], ...]  # copies of one number stand in one group
+
+
+class _Hole(NamedTuple):
+    """What this layout does not tell."""
+
+    slot: SlotKey
+    code: Why
+    why: str
+
+
+class _Member(NamedTuple):
+    """A series that counts towards a quantity."""
+
+    at: int
+    name: str
+    key: str
+    engine: str | None  # its index, as its label says
+    apart: tuple[tuple[str, str], ...]  # its labels without those in which copies of one number differ
+    series: Series
+
+
+class _Plan(NamedTuple):
+    families: Mapping[str, str]
+    layout: list[tuple[str, Mapping[str, str]]]
+    had_bad: bool
+    ones: list[_One]
+    many: list[_Many]
+    fixed: list[tuple[SlotKey, float]]  # told by a label, so part of the layout
+    holes: list[_Hole]
+    starts: tuple[int, ...]  # where the process start time stands
+    names: Names | None
+    facts: EngineFacts
+
+
+class PageReader:
+    """Reads the pages of one target.
+
+    Args:
+        target: its name, the subject of what belongs to no single engine.
+        kind: "auto", or one of agent.engines.KINDS.
+        shape: whether its engines' subjects carry an index, as it was before a restart of ours; None at first sight.
+        maps: the engines that are known; for tests.
+
+    Raises:
+        KeyError: `kind` is not known.
+    """
+
+    def __init__(
+        self, target: str, *, kind: str = "auto", shape: bool | None = None, maps: Sequence[EngineMap] | None = None
+    ) -> None:
+        self.target = target
+        self.shape = shape
+        kinds = KINDS if kind == "auto" else (kind,)
+        self._maps = tuple(load_map(k) for k in kinds) if maps is None else tuple(maps)
+        self._map = None if kind == "auto" else self._maps[0]
+        self._reader = Reader(spellings(self._maps))
+        self._start_names = {
+            normalise(alias.name)
+            for engine_map in self._maps
+            if (quantity := engine_map.quantities.get("process_start")) is not None
+            for alias in quantity.names
+        }
+        self._plan: _Plan | None = None
+        self._given: dict[str, str] = {}  # quantity -> the name that gave it last
+        self._lost: dict[str, Absent] = {}  # quantity -> what became of that name, while nothing else gives it
+        self._moved: dict[str, str] = {}  # quantity -> what became of its former name
+        self._removed: tuple[str, ...] = ()  # own families that the last change of build took away
+        self._indices: tuple[str, ...] = ()
+        self._closed: set[str] = set()
+        self._expected: set[SlotKey] = set()  # seen since this process of the engine began
+        self._percent: set[tuple[str, str]] = set()  # (build, quantity) that turned out to be in percent
+        self._started: float | None = None
+        self._was_down = False
+
+    @property
+    def facts(self) -> EngineFacts | None:
+        """What the target said of itself at its last good page; None before the first."""
+        return None if self._plan is None else self._plan.facts
+
+    def read(self, body: bytes, content_type: str, at: float) -> list[Sample | Gap]:
+        """The readings of one page (decompressed).
+
+        Raises:
+            PageError: the page as a whole must not be used; `failed` then says what is owed for it.
+        """
+        page = self._reader.read(body, content_type)
+        plan = self._plan
+        if plan is not None and page.families is plan.families and not page.bad and not plan.had_bad:
+            if not self._is_restarted(page, plan.starts):
+                return self._readings(plan, page.series, at)
+            return self._readings(self._replan(page, restarted=True), page.series, at)
+        restarted = self._is_restarted(page, self._starts(page.series))
+        layout = [(series.name, series.labels) for series in page.series]
+        if plan is None or restarted or page.bad or plan.had_bad or not _is_same(plan, page, layout):
+            plan = self._replan(page, restarted)
+        else:
+            plan = plan._replace(families=page.families)
+        self._plan = plan
+        return self._readings(plan, page.series, at)
+
+    def failed(self, code: Why, why: str, at: float, *, is_down: bool = False) -> list[Sample | Gap]:
+        """What is owed for a read without a usable page: a Gap for all that the target should tell.
+
+        Args:
+            is_down: nobody listened, so the next page may be another process's.
+        """
+        self._was_down = self._was_down or is_down
+        plan = self._plan
+        engines = plan.facts.engines if plan is not None and plan.facts.engines else (self.target,)
+        engine_map = self._map or self._maps[0]
+        never = {hole.slot: hole for hole in plan.holes if hole.code is Why.NOT_SUPPORTED} if plan is not None else {}
+        out: list[Sample | Gap] = []
+        for name, quantity in engine_map.quantities.items():
+            for subject in (self.target,) if quantity.of == "target" else engines:
+                hole = never.get((name, subject, ""))
+                if hole is None:
+                    out.append(Gap(name, subject, code, why, at))
+                else:
+                    out.append(Gap(name, subject, hole.code, hole.why, at))
+        return out
+
+    # -- reading with a plan ------------------------------------------------------------------------------------------
+
+    def _readings(self, plan: _Plan, series: Sequence[Series], at: float) -> list[Sample | Gap]:
+        out: list[Sample | Gap] = []
+        append, new = out.append, tuple.__new__
+        for i, (name, subject, key), top in plan.ones:
+            value = series[i].value
+            if 0.0 <= value <= top:  # false for NaN, too
+                append(new(Sample, (name, subject, value, at, key)))
+            else:
+                append(self._unfit(plan, (name, subject, key), series[i].name, value, top, at))
+        for (name, subject, key), value in plan.fixed:
+            append(Sample(name, subject, value, at, key))
+        for (name, subject, key), code, why in plan.holes:
+            append(Gap(name, subject, code, why, at, key))
+        if plan.many:
+            self._learn_units(plan, series)
+            out.extend(self._made_of_many(plan, many, series, at) for many in plan.many)
+        return out
+
+    def _learn_units(self, plan: _Plan, series: Sequence[Series]) -> None:
+        for many in plan.many:
+            if many.unit == "ratio or percent" and any(
+                PERCENT_FROM < series[i].value <= LARGEST for group in many.groups for i in group
+            ):
+                self._percent.add((plan.facts.build or "", many.slot[0]))
+
+    def _made_of_many(self, plan: _Plan, many: _Many, series: Sequence[Series], at: float) -> Sample | Gap:
+        name, subject, key = many.slot
+        unit = many.unit
+        if unit == "ratio or percent":
+            unit = "percent" if (plan.facts.build or "", name) in self._percent else "ratio"
+        factor = _FACTORS.get(unit, 1.0)
+        top = SHARE_TOP / factor if unit in {"ratio", "percent"} else LARGEST
+        for group in many.groups:
+            for i in group:
+                if not 0.0 <= series[i].value <= top:
+                    return self._unfit(plan, many.slot, series[i].name, series[i].value, top, at)
+        parts = [max(series[i].value for i in group) for group in many.groups]
+        value = (max(parts) if many.quantity.merge == "max" else sum(parts)) * factor
+        return Sample(name, subject, 1.0 - value if many.quantity.invert else value, at, key)
+
+    def _unfit(self, plan: _Plan, slot: SlotKey, metric: str, value: float, top: float, at: float) -> Gap:
+        name, subject, key = slot
+        quantity = plan.names.map.quantities[name] if plan.names is not None else None
+        if not math.isfinite(value):
+            return Gap(name, subject, Why.NOT_A_NUMBER, f"{metric} is {value}", at, key)
+        if quantity is not None and value in quantity.sentinels:
+            return Gap(name, subject, Why.SENTINEL, f"{metric} is {value:g}, which stands for no value", at, key)
+        if value < 0 or top == LARGEST:
+            return Gap(name, subject, Why.OUT_OF_RANGE, f"{metric} is {value:g}, and cannot be negative", at, key)
+        unit = "a percentage" if top > PERCENT_FROM else "a share"
+        return Gap(name, subject, Why.OUT_OF_RANGE, f"{metric} is {value:g}; {unit} is at most {top:.0f}", at, key)
+
+    # -- making a plan ------------------------------------------------------------------------------------------------
+
+    def _starts(self, series: Sequence[Series]) -> tuple[int, ...]:
+        return tuple(i for i, one in enumerate(series) if normalise(one.name) in self._start_names)
+
+    def _is_restarted(self, page: Page, starts: Iterable[int]) -> bool:
+        """Is this another process than at the last page? Without its start time only an outage can tell."""
+        started = max((page.series[i].value for i in starts if math.isfinite(page.series[i].value)), default=None)
+        was_down, self._was_down = self._was_down, False
+        known = self._started
+        if started is not None:
+            self._started = started
+        if started is None or known is None:
+            return was_down and self._plan is not None
+        return abs(started - known) > RESTART_S
+
+    def _replan(self, page: Page, restarted: bool) -> _Plan:
+        """Work out anew what stands where. `restarted`: another process may have other engines and features."""
+        if restarted:
+            self._expected.clear()
+        names = self._resolve(page.families, restarted)
+        layout = [(series.name, series.labels) for series in page.series]
+        if names is None:
+            facts, holes = self._not_understood(page)
+            plan = _Plan(page.families, layout, bool(page.bad), [], [], [], holes, (), None, facts)
+        else:
+            plan = self._understood(page, names, restarted, layout)
+        self._plan = plan
+        return plan
+
+    def _resolve(self, families: Mapping[str, str], restarted: bool) -> Names | None:
+        plan = self._plan
+        if plan is not None and plan.names is not None and plan.families == families and not restarted:
+            return plan.names
+        found, against = detect(self._maps, families)
+        if found is not None:
+            self._map = found
+        if self._map is None or against:
+            return None
+        names = resolve(self._map, families)
+        before = self._plan.names if self._plan is not None else None
+        if before is not None and before.build != names.build and before.map is names.map:
+            self._removed = tuple(sorted(before.families - names.families))
+        for name, had in names.quantities.items():
+            self._remember(names.map, name, had, restarted)
+        return names
+
+    def _remember(self, engine_map: EngineMap, name: str, had: Chosen | Absent, restarted: bool) -> None:
+        """Say what became of a name that gave a number until now."""
+        before = self._given.get(name)
+        if isinstance(had, Chosen):
+            self._lost.pop(name, None)
+            self._given[name] = had.alias.name
+            if before is not None and before != had.alias.name:
+                self._moved[name] = gone_text(engine_map, before) or f"{before} is gone; it is now {had.alias.name}"
+            return
+        quantity = engine_map.quantities[name]
+        may_go = quantity.conditional or quantity.absent_means is not None
+        if before is None or had.code is None or (may_go and restarted):
+            if restarted:
+                self._given.pop(name, None)
+                self._lost.pop(name, None)
+            return
+        text = gone_text(engine_map, before) or f"{before} is gone"
+        if had.remedy is not None and had.remedy == engine_map.unmute:
+            self._lost[name] = Absent(Why.MISSING, f"{before} is gone: {engine_map.muted}", had.remedy)
+        elif len(quantity.names) > 1:
+            self._lost[name] = Absent(Why.MISSING, f"{text}, and that is not on the page either", had.remedy)
+        else:
+            self._lost[name] = Absent(Why.MISSING, text, had.remedy)
+
+    def _not_understood(self, page: Page) -> tuple[EngineFacts, list[_Hole]]:
+        against = detect(self._maps, page.families)[1]
+        known = ", ".join(m.title for m in self._maps)
+        shown = ", ".join(list(page.families)[:SHOWN_FAMILIES]) or "none"
+        more = f" and {len(page.families) - SHOWN_FAMILIES} more" if len(page.families) > SHOWN_FAMILIES else ""
+        muted = next((m for m in self._maps if is_muted(m, page.families)), None)
+        why = against or f"no engine that this version knows ({known}) has this page; it has the families {shown}{more}"
+        remedy = "give the address of a /metrics page of " + known
+        if muted is not None and not against:
+            why = f"{why}; if it is {muted.title}, {muted.muted}"
+            remedy = muted.unmute
+        engine_map = self._maps[0]
+        found = tuple(Found(name, self.target, None, why=why, remedy=remedy) for name in engine_map.quantities)
+        holes = [_Hole((name, self.target, ""), Why.MISSING, f"{why}: {remedy}") for name in engine_map.quantities]
+        return EngineFacts(self.target, (), kind="unknown", found=found, closed=tuple(sorted(self._closed))), holes
+
+    def _understood(
+        self, page: Page, names: Names, restarted: bool, layout: list[tuple[str, Mapping[str, str]]]
+    ) -> _Plan:
+        members = list(_members(page.series, names))
+        subjects = self._see({m.engine for m in members if names.map.quantities[m.name].of == "engine"}, restarted)
+        slots = _slots(members, names, subjects, self.target)
+        ones: list[_One] = []
+        many: list[_Many] = []
+        fixed: list[tuple[SlotKey, float]] = []
+        holes: list[_Hole] = []
+        for slot, group in slots.items():
+            quantity = names.map.quantities[slot[0]]
+            if quantity.label is not None:
+                _from_label(slot, quantity, group, fixed, holes)
+            else:
+                _from_values(slot, quantity, group, names, ones, many)
+        holes += self._holes(names, set(slots), subjects, page.bad)
+        self._expected |= set(slots)
+        facts = self._say(page, names, subjects, slots, holes)
+        starts = self._starts(page.series)
+        return _Plan(page.families, layout, bool(page.bad), ones, many, fixed, holes, starts, names, facts)
+
+    def _see(self, found: set[str | None], restarted: bool) -> dict[str, str]:
+        """Index -> subject of every engine here, those included that should be here and are not."""
+        before = dict(self._subjects())
+        indices = {index for index in found if index is not None} or ({"0"} if found else set())
+        first, was_shape = not self._indices, self.shape
+        if not indices:  # nothing of any engine on this page
+            return before or {"0": f"{self.target}/0" if was_shape else self.target}
+        if restarted and not first:
+            self.shape = len(indices) > 1
+        else:
+            indices |= set(self._indices)
+            self.shape = len(indices) > 1 or bool(was_shape)
+        self._indices = tuple(sorted(indices, key=lambda i: (not i.isdigit(), int(i) if i.isdigit() else 0, i)))
+        now = dict(self._subjects())
+        if first and was_shape is False and "0" in now:
+            before["0"] = self.target  # so it was called before a restart of ours
+        self._closed = (self._closed | set(before.values())) - set(now.values())
+        self._expected = {slot for slot in self._expected if slot[1] not in self._closed}
+        return now
+
+    def _subjects(self) -> Iterator[tuple[str, str]]:
+        for index in self._indices:
+            yield index, self.target if index == "0" and not self.shape else f"{self.target}/{index}"
+
+    def _holes(
+        self, names: Names, slots: set[SlotKey], subjects: Mapping[str, str], bad: Sequence[BadLine]
+    ) -> Iterator[_Hole]:
+        """A Gap for all that should stand on this page and does not."""
+        told = {(name, subject) for name, subject, _ in slots}
+        seen = {subject for _, subject in told}
+        spoilt = _spoilt(names, bad)
+        keys = defaultdict(list)
+        for name, subject, key in sorted(self._expected - slots):
+            keys[name, subject].append(key)
+        for name, had in names.quantities.items():
+            quantity = names.map.quantities[name]
+            for subject in (self.target,) if quantity.of == "target" else tuple(subjects.values()):
+                if isinstance(had, Absent):
+                    absent = self._lost.get(name, had)
+                    if absent.code is not None:
+                        remedy = f": {absent.remedy}" if absent.remedy else ""
+                        yield _Hole((name, subject, ""), absent.code, absent.why + remedy)
+                    continue
+                gone = keys.get((name, subject), [])
+                if (name, subject) not in told:  # one Gap for the whole of it
+                    others = any(n == name for n, _ in told)
+                    if not (gone or name in spoilt or (others and _is_plain(name, quantity))):
+                        continue
+                    gone = [""]
+                elif name in spoilt and not gone and not _is_plain(name, quantity):
+                    gone = [""]  # we cannot know which
+                code, why = Why.MISSING, f"{had.family} is gone from the page"
+                if name in spoilt:
+                    code, why = Why.BAD_LINE, spoilt[name]
+                elif subject != self.target and subject not in seen:
+                    why = f"engine {subject} is gone from the page"
+                for key in gone:
+                    yield _Hole((name, subject, key), code, why)
+
+    def _say(
+        self, page: Page, names: Names, subjects: Mapping[str, str], slots: Iterable[SlotKey], holes: Sequence[_Hole]
+    ) -> EngineFacts:
+        """For people: how each quantity was had, or why not and what to do."""
+        told = {(name, subject) for name, subject, _ in slots}
+        missing = {hole.slot[:2]: hole for hole in holes}
+        found = [self._say_page(names)]
+        for name, had in names.quantities.items():
+            quantity = names.map.quantities[name]
+            for subject in (self.target,) if quantity.of == "target" else tuple(subjects.values()):
+                hole = missing.get((name, subject))
+                if isinstance(had, Absent):
+                    absent = self._lost.get(name, had)
+                    found.append(Found(name, subject, None, why=absent.why, remedy=absent.remedy))
+                elif hole is not None and (name, subject) not in told:
+                    found.append(Found(name, subject, None, why=hole.why, remedy=quantity.remedy))
+                else:
+                    since = f"vLLM's name since {had.alias.since}" if had.alias.since else ""
+                    since = since.replace("vLLM", names.map.title)
+                    empty = "" if (name, subject) in told else "nothing counted yet"
+                    parts = (since, had.alias.note, self._moved.get(name, ""), empty)
+                    found.append(Found(name, subject, _spelt(had), note="; ".join(part for part in parts if part)))
+        model = names.map.model_label
+        models = (s.labels[model] for s in page.series if model is not None and model in s.labels)
+        engines = tuple(subjects.values())
+        closed = tuple(sorted(self._closed))
+        return EngineFacts(self.target, engines, names.map.kind, next(models, None), names.build, tuple(found), closed)
+
+    def _say_page(self, names: Names) -> Found:
+        version = f"{names.map.title} {names.at_least} or later, by its names" if names.at_least else names.map.title
+        notes = []
+        if isinstance(names.quantities.get("process_start"), Absent):
+            notes.append("no process start time: several API servers write this page")
+        if self._removed:
+            notes.append("gone since the last build: " + ", ".join(self._removed))
+        return Found("page", self.target, version, note="; ".join(notes))
+
+
+def _is_same(plan: _Plan, page: Page, layout: list[tuple[str, Mapping[str, str]]]) -> bool:
+    return plan.families == page.families and plan.layout == layout
+
+
+def _spelt(had: Chosen) -> str:
+    """The metric's name for people: with its `_total`, unless the page writes it in a way of its own."""
+    return had.alias.name if had.alias.name.removesuffix("_total") == had.family else had.family
+
+
+def _is_plain(name: str, quantity: Quantity) -> bool:
+    """One number a subject, without keys."""
+    return SAMPLES[name] != "histogram" and quantity.key is None
+
+
+def _members(series: Sequence[Series], names: Names) -> Iterator[_Member]:
+    """The series that count, each with what it is."""
+    wanted: dict[str, list[tuple[str, Quantity, str]]] = defaultdict(list)
+    for name, had in names.quantities.items():
+        if isinstance(had, Chosen):
+            for written, part in _parts(name, had):
+                wanted[written].append((name, names.map.quantities[name], part))
+    copies = frozenset(names.map.copies)
+    for i, one in enumerate(series):
+        for name, quantity, part in wanted.get(normalise(one.name), ()):
+            labels = one.labels
+            if any(labels.get(label) not in values for label, values in quantity.select.items()):
+                continue
+            key = labels.get("le", "") if part == "le" else part
+            if quantity.key is not None:
+                key = labels.get(quantity.key, "")
+            index = next((labels[label] for label in names.map.engine_labels if label in labels), None)
+            apart = tuple(sorted((k, v) for k, v in labels.items() if k not in copies))
+            yield _Member(i, name, key, index, apart, one)
+
+
+def _parts(name: str, had: Chosen) -> Iterator[tuple[str, str]]:
+    base = normalise(had.alias.name)
+    if SAMPLES[name] != "histogram":
+        yield base, ""
+        return
+    yield f"{base}_bucket", "le"
+    yield f"{base}_sum", "sum"
+    yield f"{base}_count", "count"
+
+
+def _slots(
+    members: Iterable[_Member], names: Names, subjects: Mapping[str, str], target: str
+) -> dict[SlotKey, list[_Member]]:
+    slots: dict[SlotKey, list[_Member]] = defaultdict(list)
+    for member in members:
+        if names.map.quantities[member.name].of == "target":
+            slots[member.name, target, member.key].append(member)
+        elif member.engine is not None:
+            slots[member.name, subjects[member.engine], member.key].append(member)
+        else:  # before engines were told apart, or a number of all of them
+            for subject in subjects.values():
+                slots[member.name, subject, member.key].append(member)
+    return dict(slots)
+
+
+def _from_label(
+    slot: SlotKey,
+    quantity: Quantity,
+    members: Sequence[_Member],
+    fixed: list[tuple[SlotKey, float]],
+    holes: list[_Hole],
+) -> None:
+    label = quantity.label or ""
+    words = [member.series.labels.get(label, "") for member in members]
+    try:
+        values = [quantity.words[word] if word in quantity.words else float(word) for word in words]
+    except ValueError:
+        why = f"{members[0].series.name}: {label} is {words[0]!r}, not a number"
+        holes.append(_Hole(slot, Why.NOT_A_NUMBER, why))
+        return
+    fixed.append((slot, max(values) if quantity.merge == "max" else sum(values)))
+
+
+def _from_values(
+    slot: SlotKey, quantity: Quantity, members: Sequence[_Member], names: Names, ones: list[_One], many: list[_Many]
+) -> None:
+    had = names.quantities[slot[0]]
+    unit = (had.alias.unit if isinstance(had, Chosen) else None) or quantity.unit
+    if SAMPLES[slot[0]] == "histogram":
+        factor = _FACTORS.get(unit, 1.0)
+        if factor != 1.0 and slot[2] not in {"sum", "count", "+Inf"}:
+            slot = (slot[0], slot[1], repr(float(slot[2]) * factor))
+        if slot[2] != "sum":
+            unit = "1"
+    if len(members) == 1 and not quantity.invert and unit in {"1", "s", "ratio"}:
+        ones.append(_One(members[0].at, slot, SHARE_TOP if unit == "ratio" else LARGEST))
+        return
+    groups: dict[tuple[tuple[str, str], ...], list[int]] = defaultdict(list)
+    for member in members:
+        groups[member.apart].append(member.at)
+    many.append(_Many(slot, quantity, unit, tuple(tuple(group) for group in groups.values())))
+
+
+def _spoilt(names: Names, bad: Sequence[BadLine]) -> dict[str, str]:
+    """Quantities that a line which does not parse belongs to, with what is wrong with it."""
+    out: dict[str, str] = {}
+    for line in bad:
+        if line.name is None:
+            continue
+        written = normalise(line.name)
+        for name, had in names.quantities.items():
+            if isinstance(had, Chosen) and any(written == part for part, _ in _parts(name, had)):
+                out.setdefault(name, str(line))
+    return out
