@@ -1,0 +1,307 @@
+"""`tocsin backtest`: the rules over a recording, as fast as it can: what was so, what would have paged and when."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import statistics
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from agent.config import RulesConfig
+from agent.engines.pages import PageReader
+from agent.evaluate import judge
+from agent.exposition import PageError
+from agent.model import COMPARE, Batch, Gap, GpuFacts, Rule, Sample, Slo, Why
+from agent.node import Node, Setup
+from agent.signals import SIGNALS, Target, bound
+from agent.stats import quantile
+from agent.strict import duration_s, share
+from agent.windows import LATE_INTERVALS
+from rules import load_rules, severity_of
+
+HISTOGRAMS = {"ttft": (0.5, 0.99), "itl": (0.5, 0.99), "e2e": (0.99,), "queue_time": (0.99,)}
+
+
+class BadRecording(Exception):  # noqa: N818  (it says what is wrong)
+    """A file is no recording; the text names file, line and what is wrong."""
+
+
+class Row(NamedTuple):
+    """One line of a recording: one read of one target. `body` None: the scrape failed; `gpus`: an NVML row."""
+
+    at: float
+    target: str
+    body: str | None
+    gpus: list[dict[str, Any]] | None
+
+
+def read(path: Path) -> Iterator[Row]:
+    """The rows of a recording (gzip or plain JSON lines). One that was cut short gives what it holds.
+
+    Raises:
+        BadRecording: the file cannot be read, or a line is not as `tocsin record` writes it.
+    """
+    line_no = 0
+    try:
+        with path.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            for line in gzip.GzipFile(fileobj=raw) if packed else raw:
+                line_no += 1
+                yield _row(line)
+    except (EOFError, zlib.error):
+        return  # the recorder was killed: all whole lines have been given
+    except OSError as error:
+        raise BadRecording(f"{path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"{path}:{line_no}: not a line of a recording ({error})"
+        raise BadRecording(f"{what}; `tocsin record` makes one") from None
+
+
+def _row(line: bytes) -> Row:
+    row = json.loads(line)
+    return Row(float(row["t"]), str(row["target"]), row.get("body"), row.get("gpus"))
+
+
+@dataclass
+class Whole:
+    """What windows do not keep of one engine. `http_from`: the first page that has HTTP's counts.
+
+    Those appear with the first answer; totals over a recording begin there, as Prometheus's increase() would.
+    """
+
+    target: str
+    http_from: float | None = None
+    kv_peak: float | None = None
+
+
+@dataclass
+class Span:
+    """A stretch in which a rule's comparison held. `judged` is false while it was only shown (warming up)."""
+
+    rule: str
+    subject: str
+    from_s: float
+    to_s: float
+    judged: bool = True
+
+
+@dataclass
+class Replay:
+    """The state of one back-test."""
+
+    node: Node
+    start: float
+    wholes: dict[str, Whole] = field(default_factory=dict)
+    open_spans: dict[tuple[str, str], Span] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    transitions: list[dict[str, Any]] = field(default_factory=list)
+
+
+def backtest(paths: Sequence[Path], rules_dir: Path | None = None, slo_overrides: Mapping[str, str] | None = None,
+             ) -> dict[str, Any]:
+    """Replay recordings of one node through the rules; the contract of `tocsin backtest --json`.
+
+    Raises:
+        BadRecording, agent.strict.ConfigErrors, ValueError (an SLO that does not parse).
+    """
+    rows = sorted((row for path in paths for row in read(path)), key=lambda row: row.at)
+    if not rows:
+        raise BadRecording(f"{', '.join(map(str, paths))}: no complete row")
+    slo = slo_of(slo_overrides or {})
+    config = RulesConfig(dirs=(rules_dir,)) if rules_dir else RulesConfig(dirs=())
+    rules = load_rules(config, slo, {name: spec for name, (spec, _) in SIGNALS.items()}).rules
+    poll_s = typical_step_s(rows)
+    names = {row.target: name_of(row.target) for row in rows if row.gpus is None}
+    targets = tuple(Target(name, (), slo) for name in dict.fromkeys(names.values()))
+    node = Node(Setup("recording", poll_s, slo, targets, tuple(rules), severity_of, raw_keep_s=math.inf))
+    replay = Replay(node, rows[0].at)
+    readers = {name: PageReader(name) for name in names.values()}
+    before = None
+    for at, group in moments(rows, poll_s):
+        for row in group:
+            node.take(batch_of(row, at, names, readers))
+        dt_s = 0.0 if before is None else min(at - before, LATE_INTERVALS * poll_s)
+        _step(replay, at, dt_s)
+        before = at
+    return _result(replay, rows, poll_s)
+
+
+def slo_of(overrides: Mapping[str, str]) -> Slo:
+    """The service levels of `--slo ttft_p99=500ms`; they count as written. Raises ValueError."""
+    values: dict[str, Any] = {}
+    for key, text in overrides.items():
+        if key not in Slo.__dataclass_fields__ or key == "written":
+            known = ", ".join(k for k in Slo.__dataclass_fields__ if k != "written")
+            raise ValueError(f"--slo {key}: unknown; one of {known}")
+        values[key] = share(text) if key == "availability" else duration_s(text)
+    return replace(Slo(written=True), **values)
+
+
+def typical_step_s(rows: Sequence[Row]) -> float:
+    """How often the recording's busiest target was read: the median step."""
+    times: dict[str, list[float]] = {}
+    for row in rows:
+        times.setdefault(row.target, []).append(row.at)
+    busiest = max(times.values(), key=len)
+    steps = [b - a for a, b in pairwise(busiest) if b > a]
+    return statistics.median(steps) if steps else 1.0
+
+
+def moments(rows: Sequence[Row], poll_s: float) -> Iterator[tuple[float, list[Row]]]:
+    """Rows that belong to one round: within half a step, no target twice."""
+    group: list[Row] = []
+    for row in rows:
+        if group and (row.at - group[0].at > poll_s / 2 or any(row.target == g.target for g in group)):
+            yield group[-1].at, group
+            group = []
+        group.append(row)
+    if group:
+        yield group[-1].at, group
+
+
+def name_of(url: str) -> str:
+    """A target's subject: host:port."""
+    parts = urlsplit(url if "//" in url else f"//{url}")
+    return parts.netloc or url
+
+
+def batch_of(row: Row, at: float, names: Mapping[str, str], readers: Mapping[str, PageReader]) -> Batch:
+    """One recorded read, as its source would have given it."""
+    if row.gpus is not None:
+        return gpu_batch(row, at)
+    name = names[row.target]
+    reader = readers[name]
+    if row.body is None:
+        readings = reader.failed(Why.UNREACHABLE, "the recording has no page here", at, is_down=True)
+        readings += [Sample("down", name, 1.0, at)]
+        return Batch(f"engine:{name}", at, 0.0, tuple(readings))
+    try:
+        readings = reader.read(row.body.encode(), "", at)
+    except PageError as error:
+        readings = reader.failed(error.code, str(error), at)
+        return Batch(f"engine:{name}", at, 0.0, (*readings, Sample("down", name, 0.0, at)))
+    return Batch(f"engine:{name}", at, 0.0, (*readings, Sample("down", name, 0.0, at), Sample("slow", name, 0.0, at)),
+                 engine=reader.facts)
+
+
+def gpu_batch(row: Row, at: float) -> Batch:
+    """A recorded NVML read: each GPU is its facts and its samples by name."""
+    gpus, readings = [], []
+    for gpu in row.gpus or ():
+        uuid = str(gpu["uuid"])
+        gpus.append(GpuFacts(uuid, int(gpu.get("index", 0)), str(gpu.get("name", "")), str(gpu.get("bdf", "")),
+                             gpu.get("limit_c")))
+        samples = gpu.get("values", gpu)
+        readings += [Sample(name, uuid, float(value), at) for name, value in samples.items()
+                     if name.startswith("gpu_") and isinstance(value, int | float)]
+    return Batch("nvml", at, 0.0, tuple(readings), gpus=tuple(gpus))
+
+
+def _step(replay: Replay, at: float, dt_s: float) -> None:
+    node, since_start = replay.node, round(at - replay.start, 3)
+    for change in node.step(at, dt_s):
+        replay.transitions.append({"at_s": since_start, "rule": change.alert.rule, "subject": change.alert.subject,
+                                   "state": change.kind, "value": change.alert.value,
+                                   "severity": change.alert.severity, "why": change.why or None})
+    for key, signal in node.signals.items():
+        rule = node.rules[key[0]]
+        held = _held(rule, node.limit_of(rule, signal.subject), signal)
+        if held is None:
+            continue
+        span = replay.open_spans.get(key)
+        # a dip of a scrape or two is the same span; what nobody watched is not
+        if span is None or span.judged != held or since_start - span.to_s > LATE_INTERVALS * node.setup.poll_s:
+            span = replay.open_spans[key] = Span(*key, since_start, since_start, held)
+            replay.spans.append(span)
+        span.to_s = since_start
+    for target in node.scene.targets.values():
+        for engine in target.engines:
+            whole = replay.wholes.setdefault(engine, Whole(target.name))
+            if whole.http_from is None and node.windows.keys(target.name, "http"):
+                whole.http_from = at
+            kv = node.windows.latest(engine, "kv_usage", at)
+            if isinstance(kv, Sample):
+                whole.kv_peak = kv.value if whole.kv_peak is None else max(whole.kv_peak, kv.value)
+
+
+def _held(rule: Rule, limit: float | None, signal: Any) -> bool | None:
+    """Did the comparison hold: True (judged), False (shown only: warming up), None (no)."""
+    if judge(rule, signal, limit) == "breach":
+        return True
+    if signal.state == "idle" and signal.value is not None and limit is not None and str(signal.why).startswith("warm"):
+        return False if COMPARE[rule.op](signal.value, limit) else None
+    return None
+
+
+def _result(replay: Replay, rows: Sequence[Row], poll_s: float) -> dict[str, Any]:
+    pages = [row for row in rows if row.gpus is None]
+    spans = sorted(replay.spans, key=lambda s: (s.from_s, s.rule, s.subject))
+    paged = [t for t in replay.transitions if t["state"] == "firing" and t["severity"] == "page"]
+    return {
+        "recording": {"scrapes": len(pages), "missing": sum(row.body is None for row in pages),
+                      "seconds": round(rows[-1].at - rows[0].at, 3), "poll_s": round(poll_s, 3)},
+        "engines": {engine: _engine(replay.node, engine, whole) for engine, whole in replay.wholes.items()},
+        "breaches": [{"rule": s.rule, "subject": s.subject, "from_s": s.from_s, "to_s": s.to_s, "judged": s.judged}
+                     for s in spans],
+        "gaps": gaps(pages, replay.start, poll_s),
+        "transitions": replay.transitions,
+        "pages": [{"rule": t["rule"], "subject": t["subject"], "at_s": t["at_s"]} for t in paged],
+        "signals": replay.node.check()["signals"],
+    }
+
+
+def gaps(pages: Iterable[Row], start: float, poll_s: float) -> list[list[float]]:
+    """Stretches without a page of some target: over 3 steps, or with a failed read; from the last good to the next."""
+    found: list[list[float]] = []
+    last: dict[str, float] = {}
+    failed: dict[str, bool] = {}
+    for row in pages:
+        if row.body is None:
+            failed[row.target] = True
+            last.setdefault(row.target, row.at)
+            continue
+        before = last.get(row.target)
+        if before is not None and (failed.pop(row.target, False) or row.at - before > LATE_INTERVALS * poll_s):
+            found.append([round(before - start, 3), round(row.at - start, 3)])
+        last[row.target] = row.at
+    return sorted(found)
+
+
+def _engine(node: Node, engine: str, whole: Whole) -> dict[str, Any]:
+    """What is true of an engine over the whole recording."""
+    windows, start = node.windows, 0.0
+
+    def total(name: str, subject: str = engine) -> float:
+        return sum(windows.increases(subject, name, start).values())
+
+    http = {} if whole.http_from is None else windows.increases(whole.target, "http", whole.http_from)
+    finished = windows.increases(engine, "finished", start)
+    queries = total("prefix_queries")
+    facts: dict[str, Any] = {
+        "requests_finished": sum(finished.values()),
+        "errors": max(sum(v for k, v in http.items() if k.startswith("5")),
+                      finished.get("error", 0.0) + total("rejections", whole.target)),
+        "preemptions": total("preemptions"),
+        "generation_tokens": total("generation_tokens"),
+        "kv_peak": whole.kv_peak,
+        "prefix_hit_ratio": total("prefix_hits") / queries if queries > 0 else None,
+    }
+    for name, quantiles in HISTOGRAMS.items():
+        rises = windows.increases(engine, name, start)
+        buckets = sorted((bound(k), v) for k, v in rises.items() if k not in ("sum", "count"))
+        for q in quantiles:
+            facts[f"{name.removesuffix('_time')}_p{q * 100:.0f}_s"] = quantile(q, buckets)
+    for status in ("2xx", "4xx", "5xx"):
+        facts[f"http_{status}"] = sum(v for k, v in http.items() if k[:1] == status[:1])
+    return facts
+
+
+__all__ = ["BadRecording", "Gap", "Row", "backtest", "read"]

@@ -1,0 +1,364 @@
+"""Threads, slots, the tick. The only reader of the clock.
+
+One thread a source, never a second read of it while one is under way. At each tick the sources are started together,
+and after a short grace the tick takes what has come: whoever is late is late alone. One tick is one SQLite transaction.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+from agent.model import Alert, AlertMessage, Batch, Book, EngineFacts, Sample, Signal, Source, Transition
+from agent.node import Node, alert_row
+from agent.store import FrameRow, LayoutRow, NotSaved, Store
+from agent.web.metrics import SourceStat
+from agent.windows import COARSE_KEEP_S, LATE_INTERVALS, RAW_KEEP_S, Row, SeriesKey
+
+log = structlog.get_logger()
+
+GRACE_S = 1.0  # how long a tick waits for its sources
+PRUNE_EVERY_S = 60.0
+SELF = "self"
+HISTORY_ROWS = 200  # past transitions in `tocsin alerts`
+
+
+class Outbox(Protocol):
+    """What the loop asks of agent.outbox.Outbox."""
+
+    def wake(self) -> None: ...
+    def wanting(self, message: AlertMessage) -> list[str]: ...
+    def status(self) -> Mapping[str, Mapping[str, Any]]: ...
+    def delivery_counts(self) -> Mapping[str, Mapping[str, int]]: ...
+    def problems(self) -> list[str]: ...
+
+
+@dataclass
+class Slot:
+    """What is known of one source between ticks."""
+
+    source: Source
+    thread: threading.Thread
+    go: threading.Event
+    reading: bool = False
+    fresh: Batch | None = None  # read, not yet taken by a tick
+    last: Batch | None = None
+    asked_at: float = 0.0  # monotonic, of the read under way
+    answered_at: float = 0.0  # monotonic
+    errors: int = 0
+
+
+class Collector:
+    """The source threads. `clock` tells unix time to the sources, `monotonic` measures."""
+
+    def __init__(self, sources: Sequence[Source], clock: Callable[[], float] = time.time,
+                 monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._monotonic = clock, monotonic
+        self._answered = threading.Condition()
+        self._stopping = False
+        self.slots: dict[str, Slot] = {}
+        for source in sources:
+            name = source.name
+            thread = threading.Thread(target=self._serve, args=(name,), name=f"source {name}", daemon=True)
+            self.slots[name] = Slot(source, thread, threading.Event(), answered_at=monotonic())
+        for slot in self.slots.values():
+            slot.thread.start()
+
+    def _serve(self, name: str) -> None:
+        slot = self.slots[name]
+        while True:
+            slot.go.wait()
+            slot.go.clear()
+            if self._stopping:
+                return
+            now = self._clock()
+            try:
+                batch = slot.source.read(now)
+            except Exception as error:  # a source must never end its thread: it would be blind for ever
+                log.exception("source_failed", source=name)
+                batch = Batch(name, now, self._clock() - now, error=f"{type(error).__name__}: {error}")
+            with self._answered:
+                slot.fresh, slot.reading, slot.answered_at = batch, False, self._monotonic()
+                slot.errors += batch.error is not None
+                self._answered.notify_all()
+
+    def gather(self, grace_s: float) -> list[Batch]:
+        """Start every idle source, wait for them up to `grace_s`, and take what has come, late ones of before too."""
+        with self._answered:
+            for slot in self.slots.values():
+                if not slot.reading and slot.fresh is None:
+                    slot.reading, slot.asked_at = True, self._monotonic()
+                    slot.go.set()
+            self._answered.wait_for(lambda: self._stopping or not any(s.reading for s in self.slots.values()), grace_s)
+            batches = []
+            for slot in self.slots.values():
+                if slot.fresh is not None:
+                    batches.append(slot.fresh)
+                    slot.last, slot.fresh = slot.fresh, None
+            return batches
+
+    def late_s(self) -> dict[str, float]:
+        """For how long each source has not answered; 0 where no read is under way."""
+        now = self._monotonic()
+        return {name: now - s.asked_at if s.reading else 0.0 for name, s in self.slots.items()}
+
+    def stop(self) -> None:
+        """Ask every thread to end; one that hangs in a driver call is left behind (it is a daemon thread)."""
+        with self._answered:
+            self._stopping = True
+            self._answered.notify_all()
+        for slot in self.slots.values():
+            slot.go.set()
+            slot.source.close()
+
+
+class Agent:
+    """The running agent: what `tocsin run` is. It fulfils agent.web.app.View."""
+
+    def __init__(self, node: Node, collector: Collector, store: Store, outbox: Outbox, *, notes: Sequence[str] = (),
+                 clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.node, self.collector, self.store, self.outbox = node, collector, store, outbox
+        self.notes = list(notes)
+        self._clock, self._monotonic = clock, monotonic
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._tick_at: float | None = None
+        self._ticked_mono = monotonic()
+        self._started_mono = monotonic()
+        self._layouts: dict[tuple[str, tuple[SeriesKey, ...]], int] = {}
+        self._pruned_at = 0.0
+
+    # --- the tick ---------------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Take back book, windows and what was learned from the store."""
+        now = self._clock()
+        self.node.restore(self.store.load_book(), self.store.meta("learned") or {})
+        keys: dict[tuple[str, int], tuple[SeriesKey, ...]] = {}
+        for row in self.store.layouts():
+            series = tuple((n, s, k) for n, s, k in msgspec.json.decode(row.keys_json, type=list[tuple[str, str, str]]))
+            keys[(row.track, row.layout)] = series
+            self._layouts[(row.track, series)] = row.layout
+        for res, keep_s in (("coarse", COARSE_KEEP_S), ("raw", RAW_KEEP_S)):
+            self.node.windows.restore(_rows(self.store.frames(now - keep_s, res), keys))
+
+    def tick(self) -> None:
+        """One round: start the sources, take what came, judge, save, wake the senders."""
+        batches = self.collector.gather(min(GRACE_S, self.node.setup.poll_s / 2))
+        now, mono = self._clock(), self._monotonic()
+        dt_s = min(max(0.0, mono - self._ticked_mono), LATE_INTERVALS * self.node.setup.poll_s)
+        if self._tick_at is None:
+            dt_s = 0.0
+        with self._lock:
+            for batch in batches:
+                self.node.take(batch)
+            self.node.take(self._of_ourselves(now))
+            transitions = self.node.step(now, dt_s)
+            notices = self._notices(transitions, now)
+            frames, layouts = self._frames(self.node.windows.unsaved())
+            learned = asdict(self.node.learned)
+        self._save(now, transitions, notices, frames, layouts, learned)
+        for change in transitions:
+            log.info("transition", rule=change.alert.rule, subject=change.alert.subject, state=change.kind,
+                     value=change.alert.value, limit=change.alert.limit, severity=change.alert.severity,
+                     why=change.why or None)
+        if notices:
+            self.outbox.wake()
+        self._ticked_mono, self._tick_at = mono, now
+
+    def _of_ourselves(self, now: float) -> Batch:
+        late = [Sample("source_late_s", f"source:{name}", s, now) for name, s in self.collector.late_s().items()]
+        failing = [Sample("delivery_failing_s", f"channel:{name}", float(status.get("failing_s") or 0.0), now)
+                   for name, status in self.outbox.status().items()]
+        self.node.sources = tuple(s.subject for s in (*late, *failing))
+        return Batch(SELF, now, 0.0, (*late, *failing))
+
+    def _notices(self, transitions: Sequence[Transition], now: float) -> list[tuple[str, AlertMessage]]:
+        notices = []
+        for change in transitions:
+            if change.kind not in ("firing", "resolved"):
+                continue
+            message = self.node.message(change.alert, now if change.kind == "resolved" else None, change.why)
+            notices += [(channel, message) for channel in self.outbox.wanting(message)]
+        return notices
+
+    def _frames(self, rows: Iterable[Row]) -> tuple[list[FrameRow], list[LayoutRow]]:
+        frames, layouts = [], []
+        for row in rows:
+            if row.track == SELF:
+                continue
+            layout = self._layouts.get((row.track, row.keys))
+            if layout is None:
+                layout = self._layouts[(row.track, row.keys)] = len(self._layouts) + 1
+                layouts.append(LayoutRow(row.track, layout, msgspec.json.encode(row.keys).decode()))
+            frames.append(FrameRow(row.track, row.at, layout, row.values.tobytes(), row.res))
+        return frames, layouts
+
+    def _save(self, now: float, transitions: Sequence[Transition], notices: Sequence[tuple[str, AlertMessage]],
+              frames: Sequence[FrameRow], layouts: Sequence[LayoutRow], learned: dict[str, Any]) -> None:
+        try:
+            self.store.commit_tick(now, self.node.book, transitions, notices, frames, layouts)
+        except NotSaved as error:  # the store keeps what matters and writes it next time; pages go out all the same
+            log.error("tick_not_saved", error=str(error))  # noqa: TRY400  (its text is the whole story)
+        self.store.set_meta("learned", learned)
+        if now - self._pruned_at > PRUNE_EVERY_S:
+            self._pruned_at = now
+            self.store.prune(now, {"raw": RAW_KEEP_S, "coarse": COARSE_KEEP_S})
+
+    def run(self, after_tick: Callable[[], None]) -> None:
+        """Tick every poll until stopped. `after_tick` feeds the watchdog."""
+        due = self._monotonic()
+        while not self._stop.is_set():
+            self.tick()
+            after_tick()
+            poll_s = self.node.setup.poll_s
+            over = self._monotonic() - due
+            due += poll_s * max(1, -(-over // poll_s))  # a tick that ran over is followed by the next due one
+            self._stop.wait(max(0.0, due - self._monotonic()))
+
+    def stop(self) -> None:
+        """End `run` after the tick under way."""
+        self._stop.set()
+
+    # --- the View of agent.web.app ----------------------------------------------------------------------------------
+
+    def check(self) -> dict[str, Any]:
+        """The contract's `check`, as of the last tick."""
+        with self._lock:
+            return self.node.check()
+
+    def alerts(self, include_resolved: bool) -> list[dict[str, Any]]:
+        """The open alerts, then (if asked) the past ones, newest first."""
+        with self._lock:
+            rows = self.node.alerts()
+        if include_resolved:
+            for past in reversed(self.store.transitions(last=HISTORY_ROWS)):
+                if past["kind"] == "resolved":
+                    alert = msgspec.convert(past["alert"], Alert)
+                    rows.append(alert_row(alert, "resolved", past["at"], alert.annotations.get("summary", "")))
+        return rows
+
+    def doctor(self) -> dict[str, Any]:
+        """How each quantity was had, by target, GPU and source."""
+        with self._lock:
+            return doctor(self.node, self.collector.slots, self._monotonic())
+
+    def healthz(self) -> tuple[bool, dict[str, Any]]:
+        """Every part of the agent by name, and whether all are well."""
+        late = self.collector.late_s()
+        errors = {n: slot.last.error if slot.last else "not read yet" for n, slot in self.collector.slots.items()}
+        sources = {n: {"error": errors[n], "late_s": round(late[n], 1), "errors": slot.errors}
+                   for n, slot in self.collector.slots.items()}
+        alive, tick = self.livez(self._clock())
+        channels = self.outbox.status()
+        problems = [f"source {name}: {error}" for name, error in errors.items() if error]
+        problems += [f"source {name}: no answer for {late_s:.0f} s" for name, late_s in late.items()
+                     if late_s > LATE_INTERVALS * self.node.setup.poll_s]
+        problems += self.outbox.problems()
+        problems += [] if alive else [tick]
+        problems += [self.store.problem] if self.store.problem else []
+        problems += [] if channels else ["no channel is configured under `notify:`: nobody is told of an alert"]
+        with self._lock:
+            unknown = [f"{s.id} of {s.subject}: {s.why}" for s in self.node.signals.values() if s.state == "gap"]
+        return not problems, {"problems": problems, "tick": tick, "sources": sources, "channels": channels,
+                              "store": self.store.problem or "ok", "unknown": sorted(set(unknown)),
+                              "notes": [*self.notes, *self.store.notes]}
+
+    def livez(self, now: float) -> tuple[bool, str]:
+        """Is the tick in time? Told by the monotonic clock: a stepped clock is no stall."""
+        del now
+        ago_s = self._monotonic() - (self._ticked_mono if self._tick_at is not None else self._started_mono)
+        limit_s = max(30.0, 3 * self.node.setup.poll_s)
+        return ago_s <= limit_s, f"last tick {ago_s:.1f} s ago (limit {limit_s:.0f} s)"
+
+    def transitions(self, after_id: int) -> list[dict[str, Any]]:
+        """The saved transitions with a larger id, oldest first."""
+        return [{"state": row.pop("kind"), **row} for row in self.store.transitions(since_id=after_id)]
+
+    def signals(self) -> list[Signal]:
+        """All signals of the last tick."""
+        with self._lock:
+            return list(self.node.signals.values())
+
+    def book(self) -> Book:
+        """The open alerts of the last tick."""
+        return self.node.book
+
+    def firing(self) -> list[AlertMessage]:
+        """Everything that fires now, for the Alertmanager's resend."""
+        with self._lock:
+            return self.node.firing()
+
+    def release_nvml(self, for_s: float | None) -> dict[str, Any]:
+        """Close all NVML handles, so that a reset or a driver reload can proceed."""
+        source: Any = self._nvml()
+        if source is None:
+            return {"released": False, "why": "NVML is off or not there"}
+        source.release(for_s)
+        log.info("nvml_released", for_s=for_s)
+        return {"released": True, "for_s": for_s}
+
+    def reopen_nvml(self) -> dict[str, Any]:
+        """Open NVML again now."""
+        source: Any = self._nvml()
+        if source is None:
+            return {"reopened": False, "why": "NVML is off or not there"}
+        source.reopen()
+        return {"reopened": True}
+
+    def _nvml(self) -> Source | None:
+        slot = self.collector.slots.get("nvml")
+        return None if slot is None else slot.source
+
+    def tick_at(self) -> float | None:
+        """When the last tick was finished."""
+        return self._tick_at
+
+    def source_stats(self) -> Iterable[SourceStat]:
+        """One row a source."""
+        return [SourceStat(name, slot.last.took_s if slot.last else None, slot.errors)
+                for name, slot in self.collector.slots.items()]
+
+    def outbox_counts(self) -> Mapping[str, Mapping[str, int]]:
+        """Notices by channel and state."""
+        return self.store.outbox_counts()
+
+    def delivery_counts(self) -> Mapping[str, Mapping[str, int]]:
+        """Deliveries since the start by channel and outcome."""
+        return self.outbox.delivery_counts()
+
+
+def _rows(frames: Iterable[FrameRow], keys: Mapping[tuple[str, int], tuple[SeriesKey, ...]]) -> Iterable[Row]:
+    """Saved frames as rows of windows; one whose layout is lost is left out."""
+    for frame in frames:
+        series = keys.get((frame.track, frame.layout))
+        values = array("d")
+        values.frombytes(frame.blob[: len(frame.blob) // 8 * 8])
+        if series is not None and len(series) == len(values):
+            yield Row(frame.track, frame.res, frame.at, series, values)
+
+
+def doctor(node: Node, slots: Mapping[str, Slot], mono: float) -> dict[str, Any]:
+    """What `tocsin doctor` shows: how each quantity was had."""
+    required = {rule.signal for rule in node.setup.rules if rule.required}
+    targets = []
+    for target in node.setup.targets:
+        slot = slots.get(f"engine:{target.name}")
+        facts = node.facts.get(target.name) or EngineFacts(target.name, ())
+        targets.append({"target": target.name, "url": getattr(slot.source, "url", None) if slot else None,
+                        "kind": facts.kind, "model": facts.model, "build": facts.build,
+                        "engines": list(facts.engines), "error": slot.last.error if slot and slot.last else None,
+                        "found": [f._asdict() | {"required": f.name in required} for f in facts.found]})
+    gpus = [{"uuid": g.uuid, "index": g.index, "name": g.name, "bdf": g.bdf, "limit_c": g.limit_c,
+             "found": [f._asdict() for f in g.found]} for g in node.gpus.values()]
+    sources = [{"name": name, "age_s": round(mono - slot.answered_at, 1),
+                "took_s": slot.last.took_s if slot.last else None, "error": slot.last.error if slot.last else None}
+               for name, slot in slots.items()]
+    return {"targets": targets, "gpus": gpus, "sources": sources}

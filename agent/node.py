@@ -1,0 +1,293 @@
+"""All that is known of one node, and one step of judging it. Time is handed in; nothing is read or sent here.
+
+The loop, a back-test and `tocsin check` without an agent all drive this one thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+from urllib.parse import quote
+
+from agent import evaluate as machine
+from agent import signals as catalogue
+from agent import words
+from agent.model import (
+    SEVERITY_RANK,
+    Alert,
+    AlertKey,
+    AlertMessage,
+    Batch,
+    Book,
+    EngineFacts,
+    GpuFacts,
+    Rule,
+    Sample,
+    Severity,
+    Signal,
+    Slo,
+    Transition,
+    alert_name,
+)
+from agent.signals import SIGNALS, Scene, Target
+from agent.windows import RAW_KEEP_S, Windows
+
+SETTLED_S = 600.0  # a GPU's memory 10 m after its engine's start is what the engine is meant to use
+GONE_S = 600.0  # a GPU that NVML no longer names for so long has ended
+ALERT_STATES = {"firing": "BREACH", "pending": "PENDING"}
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What configuration says: the node's name, its promises, its targets and rules."""
+
+    node: str
+    poll_s: float
+    slo: Slo
+    targets: tuple[Target, ...]
+    rules: tuple[Rule, ...]
+    severity_of: Callable[[Rule, Slo, str], Severity]
+    external_url: str | None = None
+    clip_windows: bool = False  # `tocsin check` without an agent
+    raw_keep_s: float = RAW_KEEP_S  # a back-test keeps its whole recording
+
+
+@dataclass
+class Learned:
+    """What outlives a restart beside windows and book: engines, GPUs, first sights."""
+
+    targets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    gpus: dict[str, dict[str, Any]] = field(default_factory=dict)
+    gpu_full_at_start: dict[str, list[float]] = field(default_factory=dict)  # uuid -> [engine's start, share]
+
+
+class Node:
+    """The state of one node. `signals`, `book` and `scene` are as of the last step."""
+
+    def __init__(self, setup: Setup, sources: Sequence[str] = ()) -> None:
+        self.setup = setup
+        self.sources = tuple(sources)
+        self.windows = Windows(setup.poll_s, setup.raw_keep_s)
+        self.book = Book()
+        self.learned = Learned()
+        self.signals: dict[AlertKey, Signal] = {}
+        self.facts: dict[str, EngineFacts] = {}
+        self.gpus: dict[str, GpuFacts] = {}
+        self.gpu_seen_at: dict[str, float] = {}
+        self.first_at: float | None = None
+        self.rules = {rule.id: rule for rule in setup.rules}
+        self.scene = self._scene(0.0)
+
+    # --- learning ---------------------------------------------------------------------------------------------------
+
+    def restore(self, book: Book, learned: Mapping[str, Any]) -> None:
+        """Take back what an earlier run knew."""
+        self.book = book
+        self.learned = Learned(**{k: v for k, v in learned.items() if k in Learned.__dataclass_fields__})
+        for uuid, known in self.learned.gpus.items():
+            self.gpus[uuid] = GpuFacts(uuid, known["index"], known["name"], known["bdf"], known["limit_c"])
+
+    def reconfigure(self, setup: Setup, sources: Sequence[str]) -> None:
+        """Other rules, targets or promises from now on; what was measured stays."""
+        self.setup, self.sources = setup, tuple(sources)
+        self.rules = {rule.id: rule for rule in setup.rules}
+
+    def take(self, batch: Batch) -> None:
+        """Learn from one read of one source."""
+        self.windows.ingest(batch)
+        if self.first_at is None:
+            self.first_at = batch.at
+        if batch.engine is not None:
+            self._take_engine(batch.engine, batch.at)
+        for gpu in batch.gpus or ():
+            self.gpus[gpu.uuid] = gpu
+            self.gpu_seen_at[gpu.uuid] = batch.at
+            self.learned.gpus[gpu.uuid] = {k: v for k, v in asdict(gpu).items() if k not in ("found", "uuid")}
+        if batch.gpus:
+            for uuid in [u for u in self.gpus if batch.at - self.gpu_seen_at.setdefault(u, batch.at) > GONE_S]:
+                self._forget_gpu(uuid)
+
+    def _take_engine(self, facts: EngineFacts, at: float) -> None:
+        self.facts[facts.target] = facts
+        known = self.learned.targets.setdefault(facts.target, {"first_seen_at": at})
+        if facts.engines:
+            known.update(ever_up=True, engines=list(facts.engines))
+        for subject in facts.closed:
+            self.windows.forget(subject)
+
+    def _forget_gpu(self, uuid: str) -> None:
+        for known in (self.gpus, self.gpu_seen_at, self.learned.gpus, self.learned.gpu_full_at_start):
+            known.pop(uuid, None)
+        self.windows.forget(uuid)
+
+    def _targets(self, now: float) -> dict[str, Target]:
+        found = {}
+        for target in self.setup.targets:
+            known = self.learned.targets.setdefault(target.name, {"first_seen_at": now})
+            found[target.name] = replace(target, engines=tuple(known.get("engines", ())),
+                                         first_seen_at=known["first_seen_at"], ever_up=known.get("ever_up", False))
+        return found
+
+    def _scene(self, now: float) -> Scene:
+        watched_s = None if not self.setup.clip_windows or self.first_at is None else max(1.0, now - self.first_at)
+        targets = self._targets(now)
+        return Scene(self.windows, now, self.setup.node, self.setup.slo, targets, self.gpus, self.sources,
+                     {u: share for u, (_, share) in self.learned.gpu_full_at_start.items()}, watched_s)
+
+    def _learn_full_gpus(self) -> None:
+        """What share of a GPU's memory its engine holds 10 m after its start: what is so by design wakes nobody."""
+        scene, full = self.scene, self.learned.gpu_full_at_start
+        for uuid in self.gpus:
+            target = scene.target_on(uuid)
+            if target is None or not target.engines:
+                continue
+            started_at = self.windows.restarted_at(target.engines[0], "running") or 0.0
+            if uuid in full and abs(full[uuid][0] - started_at) > 1.0:
+                del full[uuid]
+            if uuid in full or scene.now - started_at < SETTLED_S:
+                continue
+            used = self.windows.latest(uuid, "gpu_mem_used", scene.now)
+            total = self.windows.latest(uuid, "gpu_mem_total", scene.now)
+            if isinstance(used, Sample) and isinstance(total, Sample) and total.value > 0:
+                full[uuid] = [started_at, used.value / total.value]
+
+    # --- judging ----------------------------------------------------------------------------------------------------
+
+    def step(self, now: float, dt_s: float) -> list[Transition]:
+        """Compute every signal, move every alert. `dt_s`: watched seconds since the last step."""
+        self.scene = self._scene(now)
+        self._learn_full_gpus()
+        self.scene = self._scene(now)
+        rules = list(self.setup.rules)
+        self.signals = catalogue.compute(self.scene, rules, self.book.resolved_at)
+        book, transitions = machine.evaluate(self.book, rules, self.signals, now, dt_s, poll_s=self.setup.poll_s,
+                                             limit_of=self.limit_of, severity_of=self.severity_of)
+        alerts = dict(book.alerts)
+        named = []
+        for change in transitions:
+            alert = change.alert
+            if change.kind == "firing":
+                alert = self._named(alert)
+                alerts[(alert.rule, alert.subject)] = alert
+            named.append(replace(change, alert=alert))
+        self.book = Book(alerts, book.resolved_at)
+        return named
+
+    def limit_of(self, rule: Rule, subject: str) -> float | None:
+        """The limit that holds for a subject; None where the SLO that it needs is not promised."""
+        return rule.limit(self.scene.slo_of(subject))
+
+    def severity_of(self, rule: Rule, subject: str) -> Severity:
+        """One severity for ever: SLOs that nobody wrote down never page; a throughput profile lowers H1, H5, H6."""
+        target = self.scene.target_of(subject)
+        return self.setup.severity_of(rule, self.scene.slo_of(subject), "latency" if target is None else target.profile)
+
+    def _named(self, alert: Alert) -> Alert:
+        rule = self.rules[alert.rule]
+        labels = {"alertname": alert_name(rule.id)} | catalogue.alert_labels(self.scene, rule, alert)
+        return replace(alert, labels=labels, annotations=self.annotations(alert))
+
+    def annotations(self, alert: Alert) -> dict[str, str]:
+        """What may change while an alert fires: its texts and numbers."""
+        rule = self.rules.get(alert.rule)
+        if rule is None:
+            return dict(alert.annotations)
+        signal = self.signals.get((alert.rule, alert.subject))
+        unit = SIGNALS[rule.signal][0].unit
+        texts = {
+            "summary": words.summary(rule, alert, signal, unit, self.setup.node),
+            "description": words.description(rule, alert, signal, unit)
+            + slo_note(rule, self.scene.slo_of(alert.subject)),
+            "value": words.quantity(alert.value, unit),
+            "limit": words.quantity(alert.limit, unit),
+            "action": rule.action,
+            "evidence": "" if signal is None else evidence_text(signal),
+        }
+        if self.setup.external_url:
+            texts["runbook_url"] = f"{self.setup.external_url}/runbooks/{rule.id}"
+        return {k: v for k, v in texts.items() if v}
+
+    def message(self, alert: Alert, ended_at: float | None = None, why: str = "") -> AlertMessage:
+        """An alert as receivers get it. Labels are those with which it fired."""
+        annotations = dict(alert.annotations) if ended_at is not None else self.annotations(alert)
+        if why:
+            annotations["description"] = f"Closed: {why}.\n{annotations.get('description', '')}".strip()
+        url = "" if not self.setup.external_url else \
+            f"{self.setup.external_url}/alerts/{quote(alert.rule)}/{quote(alert.subject, safe='')}"
+        return AlertMessage(f"{self.setup.node}/{alert.rule}/{alert.subject}",
+                            "firing" if ended_at is None else "resolved", alert.severity, alert.labels, annotations,
+                            alert.since if alert.fired_at is None else alert.fired_at, ended_at, url)
+
+    def firing(self) -> list[AlertMessage]:
+        """Everything that fires now."""
+        return [self.message(a) for a in self.book.alerts.values() if a.state == "firing"]
+
+    # --- telling ----------------------------------------------------------------------------------------------------
+
+    def check(self) -> dict[str, Any]:
+        """The contract of `tocsin check --json`."""
+        rows = [self._row(key, signal) for key, signal in self.signals.items()]
+        return {"verdict": verdict(rows), "node": self.setup.node, "at": self.scene.now, "signals": rows}
+
+    def _row(self, key: AlertKey, signal: Signal) -> dict[str, Any]:
+        rule, alert = self.rules[key[0]], self.book.alerts.get(key)
+        unit = SIGNALS[rule.signal][0].unit
+        limit = self.limit_of(rule, signal.subject)
+        state = self._state(rule, signal, alert, limit)
+        return {
+            "number": rule.number, "rule": rule.id, "subject": signal.subject, "state": state,
+            "value": signal.value, "unit": unit, "limit": limit, "method": signal.method,
+            "age_s": round(max(0.0, self.scene.now - signal.at), 3), "why": signal.why or signal.quiet,
+            "severity": alert.severity if alert is not None else self.severity_of(rule, signal.subject),
+            "required": rule.required, "evidence": dict(signal.evidence),
+            "text": words.what(signal, unit) if signal.state in ("value", "idle") else "",
+        }
+
+    def _state(self, rule: Rule, signal: Signal, alert: Alert | None, limit: float | None) -> str:
+        judged = machine.judge(rule, signal, limit)
+        if alert is not None and not self.setup.clip_windows:
+            return ALERT_STATES[alert.state]
+        # a signal that is in breach by design ("quiet") starts no alert, and is shown all the same
+        return {"gap": "UNKNOWN", "idle": "IDLE", "na": "N/A", "breach": "BREACH", "undecided": "PENDING",
+                "clear": "OK"}[judged]
+
+    def alerts(self) -> list[dict[str, Any]]:
+        """The open alerts, in the contract of `tocsin alerts --json`."""
+        return [alert_row(a, a.state, None, self.annotations(a).get("summary", "")) for a in self.book.alerts.values()]
+
+
+def alert_row(alert: Alert, state: str, until: float | None, summary: str) -> dict[str, Any]:
+    """One row of `tocsin alerts --json`. `incident` is null until incidents exist."""
+    return {"rule": alert.rule, "subject": alert.subject, "state": state, "severity": alert.severity,
+            "since": alert.since, "until": until, "value": alert.value, "limit": alert.limit, "incident": None,
+            "summary": summary}
+
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Page beats ticket beats unknown beats healthy; only required signals make it unknown."""
+    worst = max((SEVERITY_RANK[r["severity"]] for r in rows if r["state"] in ("BREACH", "PENDING")), default=0)
+    if worst:
+        return "page" if worst == SEVERITY_RANK["page"] else "ticket"
+    if not rows or any(r["state"] == "UNKNOWN" and r["required"] for r in rows):
+        return "unknown"
+    return "healthy"
+
+
+def slo_note(rule: Rule, slo: Slo) -> str:
+    """A limit that nobody promised says so."""
+    return "\nNo `slo:` is written in the configuration; this uses the default." if rule.needs_slo and not slo.written \
+        else ""
+
+
+def evidence_text(signal: Signal) -> str:
+    """The numbers behind a signal, as one line."""
+    parts = []
+    for name, value in signal.evidence.items():
+        if isinstance(value, float):
+            parts.append(f"{name}={value:.6g}")
+        elif isinstance(value, list):
+            parts.append(f"{name}={'..'.join(f'{v:g}' if isinstance(v, float) else str(v) for v in value)}")
+        elif value is not None and not isinstance(value, dict):
+            parts.append(f"{name}={value}")
+    return ", ".join(parts)
