@@ -43,7 +43,7 @@ __all__ = ["Config", "ConfigErrors", "Fault", "SecretUnreadable", "load_config",
 
 DEFAULT_PATH = Path("/etc/tocsin/tocsin.yaml")
 MAX_SECRET_BYTES = 64 * 1024
-ENGINE_KINDS = ("vllm", "sglang", "tensorrt-llm", "triton", "tgi", "llama.cpp", "lmdeploy", "dynamo", "ray-serve")
+ENGINE_MAPS = Path(__file__).parent / "engines"  # <kind>.yaml: the engines that we can read
 
 # ---- the forms of single values ----
 
@@ -166,8 +166,9 @@ EngineKind = Annotated[str, Parse(lambda text: _kind(text), text=True, words=("a
 
 
 def _kind(text: str) -> str:
-    if text not in ENGINE_KINDS:
-        raise Unfit(f"engine kind {cut(text)!r} is unknown", did_you_mean(text, ("auto", *ENGINE_KINDS)))
+    kinds = [path.stem for path in ENGINE_MAPS.glob("*.yaml")]
+    if text not in kinds:
+        raise Unfit(f"engine kind {cut(text)!r} is unknown", did_you_mean(text, ("auto", *kinds)))
     return text
 
 
@@ -421,22 +422,39 @@ def load_config(path: Path | None, env: Mapping[str, str]) -> Config:
 
     Raises ConfigErrors with every fault. The node's name falls back to NODE_NAME in `env`, then to the host name.
     """
-    if path is None and not _is_there(DEFAULT_PATH):
-        return _with_node(Config(), env)
-    read: Decoded[Config] = load(path or DEFAULT_PATH, Config)
-    if read.value is None:
-        raise ConfigErrors(read.faults)
-    places = Places(read.file, read.lines)
-    faults = [*read.faults, *_later_faults(read, read.value, places)]
+    config, faults = _read(path, env)
     if faults:
         raise ConfigErrors(faults)
+    return config
+
+
+def load_all(path: Path | None, env: Mapping[str, str], catalogue: Mapping[str, SignalSpec]) -> tuple[Config, RuleSet]:
+    """The configuration and the rules under it. Raises ConfigErrors with the faults of both."""
+    config, faults = _read(path, env)
+    try:
+        rules = rules_for(config, catalogue)
+    except ConfigErrors as errors:
+        raise ConfigErrors([*faults, *errors.faults]) from None
+    if faults:
+        raise ConfigErrors(faults)
+    return config, rules
+
+
+def _read(path: Path | None, env: Mapping[str, str]) -> tuple[Config, list[Fault]]:
+    """The configuration, with defaults in place of what is faulty, and its faults."""
+    if path is None and not _is_there(DEFAULT_PATH):
+        return _with_node(Config(), env), []
+    read: Decoded[Config] = load(path or DEFAULT_PATH, Config)
+    if read.value is None:
+        return _with_node(Config(), env), list(read.faults)
+    places = Places(read.file, read.lines)
     written = any(key.startswith("slo.") for key in read.lines)
     config = msgspec.structs.replace(
         read.value,
         slo=msgspec.structs.replace(read.value.slo, written=written),
         rules=msgspec.structs.replace(read.value.rules, places=places),
     )
-    return _with_node(config, env)
+    return _with_node(config, env), [*read.faults, *_later_faults(read, config, places)]
 
 
 def _is_there(path: Path) -> bool:
