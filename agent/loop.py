@@ -11,13 +11,15 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import structlog
 
 from agent.model import Alert, AlertMessage, Batch, Book, EngineFacts, Sample, Signal, Source, Transition
 from agent.node import Node, alert_row
+from agent.notifiers import Route, owed_to
+from agent.outbox import ChannelStatus, Outbox
 from agent.store import FrameRow, LayoutRow, NotSaved, Store
 from agent.web.metrics import SourceStat
 from agent.windows import COARSE_KEEP_S, LATE_INTERVALS, RAW_KEEP_S, Row, SeriesKey
@@ -28,16 +30,6 @@ GRACE_S = 1.0  # how long a tick waits for its sources
 PRUNE_EVERY_S = 60.0
 SELF = "self"
 HISTORY_ROWS = 200  # past transitions in `tocsin alerts`
-
-
-class Outbox(Protocol):
-    """What the loop asks of agent.outbox.Outbox."""
-
-    def wake(self) -> None: ...
-    def wanting(self, message: AlertMessage) -> list[str]: ...
-    def status(self) -> Mapping[str, Mapping[str, Any]]: ...
-    def delivery_counts(self) -> Mapping[str, Mapping[str, int]]: ...
-    def problems(self) -> list[str]: ...
 
 
 @dataclass
@@ -122,10 +114,12 @@ class Collector:
 class Agent:
     """The running agent: what `tocsin run` is. It fulfils agent.web.app.View."""
 
-    def __init__(self, node: Node, collector: Collector, store: Store, outbox: Outbox, *, notes: Sequence[str] = (),
+    def __init__(self, node: Node, collector: Collector, store: Store, *, notes: Sequence[str] = (),
                  clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self.node, self.collector, self.store, self.outbox = node, collector, store, outbox
+        self.node, self.collector, self.store = node, collector, store
         self.notes = list(notes)
+        self.routes: Sequence[Route] = ()
+        self.outbox: Outbox | None = None
         self._clock, self._monotonic = clock, monotonic
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -169,25 +163,24 @@ class Agent:
             log.info("transition", rule=change.alert.rule, subject=change.alert.subject, state=change.kind,
                      value=change.alert.value, limit=change.alert.limit, severity=change.alert.severity,
                      why=change.why or None)
-        if notices:
+        if notices and self.outbox is not None:
             self.outbox.wake()
         self._ticked_mono, self._tick_at = mono, now
 
     def _of_ourselves(self, now: float) -> Batch:
         late = [Sample("source_late_s", f"source:{name}", s, now) for name, s in self.collector.late_s().items()]
-        failing = [Sample("delivery_failing_s", f"channel:{name}", float(status.get("failing_s") or 0.0), now)
-                   for name, status in self.outbox.status().items()]
+        failing = [Sample("delivery_failing_s", f"channel:{name}", status.failing_s, now)
+                   for name, status in self._channels().items()]
         self.node.sources = tuple(s.subject for s in (*late, *failing))
         return Batch(SELF, now, 0.0, (*late, *failing))
 
+    def _channels(self) -> Mapping[str, ChannelStatus]:
+        return {} if self.outbox is None else self.outbox.status()
+
     def _notices(self, transitions: Sequence[Transition], now: float) -> list[tuple[str, AlertMessage]]:
-        notices = []
-        for change in transitions:
-            if change.kind not in ("firing", "resolved"):
-                continue
-            message = self.node.message(change.alert, now if change.kind == "resolved" else None, change.why)
-            notices += [(channel, message) for channel in self.outbox.wanting(message)]
-        return notices
+        told = [c for c in transitions if c.kind in ("firing", "resolved")]
+        return owed_to(self.routes, [self.node.message(c.alert, now if c.kind == "resolved" else None, c.why)
+                                     for c in told])
 
     def _frames(self, rows: Iterable[Row]) -> tuple[list[FrameRow], list[LayoutRow]]:
         frames, layouts = [], []
@@ -212,7 +205,7 @@ class Agent:
             self._pruned_at = now
             self.store.prune(now, {"raw": RAW_KEEP_S, "coarse": COARSE_KEEP_S})
 
-    def run(self, after_tick: Callable[[], None]) -> None:
+    def run(self, after_tick: Callable[[], object]) -> None:
         """Tick every poll until stopped. `after_tick` feeds the watchdog."""
         due = self._monotonic()
         while not self._stop.is_set():
@@ -248,7 +241,7 @@ class Agent:
     def doctor(self) -> dict[str, Any]:
         """How each quantity was had, by target, GPU and source."""
         with self._lock:
-            return doctor(self.node, self.collector.slots, self._monotonic())
+            return doctor_report(self.node, self.collector.slots, self._monotonic())
 
     def healthz(self) -> tuple[bool, dict[str, Any]]:
         """Every part of the agent by name, and whether all are well."""
@@ -257,11 +250,11 @@ class Agent:
         sources = {n: {"error": errors[n], "late_s": round(late[n], 1), "errors": slot.errors}
                    for n, slot in self.collector.slots.items()}
         alive, tick = self.livez(self._clock())
-        channels = self.outbox.status()
+        channels = {name: status._asdict() for name, status in self._channels().items()}
         problems = [f"source {name}: {error}" for name, error in errors.items() if error]
         problems += [f"source {name}: no answer for {late_s:.0f} s" for name, late_s in late.items()
                      if late_s > LATE_INTERVALS * self.node.setup.poll_s]
-        problems += self.outbox.problems()
+        problems += [] if self.outbox is None else self.outbox.problems()
         problems += [] if alive else [tick]
         problems += [self.store.problem] if self.store.problem else []
         problems += [] if channels else ["no channel is configured under `notify:`: nobody is told of an alert"]
@@ -295,6 +288,10 @@ class Agent:
         """Everything that fires now, for the Alertmanager's resend."""
         with self._lock:
             return self.node.firing()
+
+    def healthy(self) -> bool:
+        """The tick is in time: what the heartbeat promises."""
+        return self.livez(self._clock())[0]
 
     def release_nvml(self, for_s: float | None) -> dict[str, Any]:
         """Close all NVML handles, so that a reset or a driver reload can proceed."""
@@ -332,7 +329,8 @@ class Agent:
 
     def delivery_counts(self) -> Mapping[str, Mapping[str, int]]:
         """Deliveries since the start by channel and outcome."""
-        return self.outbox.delivery_counts()
+        return {name: {"delivered": s.delivered, "rejected": s.rejected, "retried": s.retried}
+                for name, s in self._channels().items()}
 
 
 def _rows(frames: Iterable[FrameRow], keys: Mapping[tuple[str, int], tuple[SeriesKey, ...]]) -> Iterable[Row]:
@@ -345,7 +343,7 @@ def _rows(frames: Iterable[FrameRow], keys: Mapping[tuple[str, int], tuple[Serie
             yield Row(frame.track, frame.res, frame.at, series, values)
 
 
-def doctor(node: Node, slots: Mapping[str, Slot], mono: float) -> dict[str, Any]:
+def doctor_report(node: Node, slots: Mapping[str, Slot], mono: float) -> dict[str, Any]:
     """What `tocsin doctor` shows: how each quantity was had."""
     required = {rule.signal for rule in node.setup.rules if rule.required}
     targets = []

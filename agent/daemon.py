@@ -1,0 +1,197 @@
+"""`tocsin run`: builds the agent from its configuration, serves until it is told to stop.
+
+Its own module, so that the command line's libraries are never in the daemon's memory (`python -m agent.daemon`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+import structlog
+
+from agent import sdnotify
+from agent.config import Config, load_config, slo_for, target_name
+from agent.loop import Agent, Collector
+from agent.model import Rule, Source
+from agent.node import Node, Setup
+from agent.notifiers import Needs, build_channels
+from agent.outbox import Outbox
+from agent.signals import SIGNALS, Target
+from agent.sources.engine import EngineSource
+from agent.sources.nvml import NvmlSource
+from agent.store import Store, StoreError
+from agent.strict import ConfigErrors
+from agent.web.app import PRIVATE, PUBLIC, allowed_hosts, make_app
+from agent.web.server import CannotServe, Server, serve_tcp, serve_unix
+from rules import RuleSet, load_rules, severity_of
+
+log = structlog.get_logger()
+
+STOP_WITHIN_S = 4.0
+SIGNALS_OBEYED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+DATABASE = "tocsin.db"
+
+
+def rules_for(config: Config) -> RuleSet:
+    """The rules that a configuration makes. Raises ConfigErrors."""
+    names = [target_name(engine) for engine in config.engines]
+    return load_rules(config.rules, slo_for(config), {name: spec for name, (spec, _) in SIGNALS.items()},
+                      engine_slos={name: slo_for(config, name) for name in names})
+
+
+def setup_of(config: Config, rules: Sequence[Rule], *, clip_windows: bool = False) -> Setup:
+    """What a configuration says of the node."""
+    targets = tuple(
+        Target(target_name(e), (), slo_for(config, target_name(e)), e.profile, e.gpus,
+               startup_within_s=e.startup_within)
+        for e in config.engines)
+    return Setup(config.node or "", config.poll, slo_for(config), targets, tuple(rules), severity_of,
+                 config.external_url, clip_windows)
+
+
+def sources_of(config: Config, shapes: dict[str, bool]) -> list[Source]:
+    """Everything that a configuration has read. `shapes`: which targets had several engines at first sight."""
+    sources: list[Source] = [EngineSource(target_name(e), e.url, kind=e.kind, shape=shapes.get(target_name(e)))
+                             for e in config.engines]
+    if config.nvml != "off":
+        sources.append(NvmlSource())
+    return sources
+
+
+def set_up_logging(stream: TextIO) -> None:
+    """One line an event: for people on a terminal, as JSON elsewhere."""
+    render: structlog.typing.Processor = structlog.dev.ConsoleRenderer() if stream.isatty() else \
+        structlog.processors.JSONRenderer()
+    structlog.configure(
+        processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso", utc=True),
+                    structlog.processors.format_exc_info, render],
+        logger_factory=structlog.PrintLoggerFactory(stream), cache_logger_on_first_use=True)
+
+
+def build(config: Config, notes: Sequence[str]) -> Agent:
+    """The agent with its sources, store and channels, its memory taken back. Raises StoreError, ConfigErrors."""
+    rules = rules_for(config)
+    store = Store(config.state_dir / DATABASE)
+    shapes = {name: len(known["engines"]) > 1 or known["engines"][0] != name
+              for name, known in ((store.meta("learned") or {}).get("targets") or {}).items() if known.get("engines")}
+    agent = Agent(Node(setup_of(config, rules.rules)), Collector(sources_of(config, shapes)), store,
+                  notes=[*notes, *rules.notes])
+    agent.restore()
+    routes, missing = build_channels(config, Needs(agent.firing, agent.healthy, config.external_url))
+    agent.notes += missing
+    agent.routes = routes
+    agent.outbox = Outbox(store, [route.channel for route in routes], time.time)
+    return agent
+
+
+def serve(agent: Agent, config: Config) -> list[Server]:
+    """The page's address and the unix socket. Raises CannotServe."""
+    catalogue = {name: spec for name, (spec, _) in SIGNALS.items()}
+    hosts = allowed_hosts(config.listen, config.external_url)
+    servers = [serve_unix(make_app(agent, catalogue, time.time, routes=PRIVATE), config.socket)]
+    try:
+        public = make_app(agent, catalogue, time.time, routes=PUBLIC, hosts=hosts)
+        servers.append(serve_tcp(public, config.listen))
+    except CannotServe:
+        servers[0].close()
+        raise
+    return servers
+
+
+def run(config: Config, path: Path | None, notes: Sequence[str]) -> bool:
+    """Serve until SIGTERM or SIGINT (False), or until SIGHUP brings a good new configuration (True)."""
+    agent = build(config, notes)
+    reload = threading.Event()
+    threading.Thread(target=obey, args=(agent, config, path, reload), name="signals", daemon=True).start()
+    servers = serve(agent, config)
+    assert agent.outbox is not None  # noqa: S101  (build made it)
+    agent.outbox.start()
+    log.info("started", node=config.node, listen=servers[1].address, socket=str(config.socket),
+             engines=[target_name(e) for e in config.engines], channels=[r.channel.name for r in agent.routes],
+             poll_s=config.poll)
+    for note in agent.notes:
+        log.warning("note", text=note)
+    if not agent.routes:
+        log.warning("nobody_is_told", text="no channel is configured under `notify:`: alerts show only here")
+    sdnotify.ready(status_line(agent, config))
+    agent.run(after_tick=sdnotify.alive)
+    if not reload.is_set():
+        sdnotify.stopping()
+    close(agent, servers)
+    return reload.is_set()
+
+
+def obey(agent: Agent, config: Config, path: Path | None, reload: threading.Event) -> None:
+    """Wait for signals in a thread of its own: a handler could interrupt the very lock that it needs."""
+    while True:
+        got = signal.Signals(signal.sigwait(SIGNALS_OBEYED))
+        log.info("signal", signal=got.name)
+        if got is signal.SIGHUP:
+            sdnotify.reloading()
+            if not is_good(path):
+                sdnotify.ready(status_line(agent, config) + "; the new configuration is wrong, the old one is kept")
+                continue
+            reload.set()
+        agent.stop()
+
+
+def close(agent: Agent, servers: Sequence[Server]) -> None:
+    """Let go of everything, within STOP_WITHIN_S. What is owed stays in the store."""
+    for server in servers:
+        server.close()
+    agent.collector.stop()
+    if agent.outbox is not None:
+        agent.outbox.stop(STOP_WITHIN_S / 2)
+    agent.store.close()
+
+
+def is_good(path: Path | None) -> bool:
+    """Whether the configuration, as it is now, would start; its faults go to the log."""
+    try:
+        rules_for(load_config(path, os.environ))
+    except ConfigErrors as errors:
+        for fault in errors.faults:
+            log.error("configuration_fault", fault=str(fault))  # noqa: TRY400  (its text is the whole story)
+        log.error("configuration_kept", text="the new configuration is wrong; the old one stays")  # noqa: TRY400
+        return False
+    return True
+
+
+def status_line(agent: Agent, config: Config) -> str:
+    """The line that `systemctl status` shows."""
+    rules = len(agent.node.setup.rules)
+    return f"{config.node}: {len(config.engines)} engines, {rules} rules, {len(agent.routes)} channels"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The daemon's entry: 0 after a stop, 2 on a wrong configuration or an address that is taken."""
+    parser = argparse.ArgumentParser(prog="tocsin run", description="The monitoring daemon, in the foreground.")
+    parser.add_argument("--config", type=Path, default=None, metavar="FILE")
+    path: Path | None = parser.parse_args(argv).config
+    set_up_logging(sys.stderr)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OBEYED)  # before any thread is: they all inherit it
+    try:
+        config = load_config(path, os.environ)
+        again = run(config, path, ())
+    except ConfigErrors as errors:
+        print(errors, file=sys.stderr)  # noqa: T201  (a person started this)
+        return 2
+    except (CannotServe, StoreError) as error:
+        print(f"tocsin run: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    if again:  # a reload is a restart that only the database survives: there is one way to begin
+        os.execv(  # noqa: S606  (ourselves, with our own arguments)
+            sys.executable, [sys.executable, "-P", "-m", "agent.daemon", *(argv or sys.argv[1:])])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

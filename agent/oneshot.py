@@ -1,0 +1,86 @@
+"""`tocsin check` and `tocsin doctor` without a running agent: sample for a while, judge once, remember nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from agent.config import DEFAULT_PATH, Config, EngineConfig
+from agent.daemon import rules_for, setup_of, sources_of
+from agent.loop import GRACE_S, Collector, doctor_report
+from agent.model import Source
+from agent.node import Node
+from agent.windows import LATE_INTERVALS
+
+READ_WITHIN_S = 5.0  # the longest that one read of any source may take
+
+
+def sample(config: Config, watch_for_s: float, progress: Callable[[str], None]) -> dict[str, Any]:
+    """The contract's `check`, by watching for a while: windows are as long as that, and the last sample decides.
+
+    Extra key `looked_for`: what was looked for, in sentences.
+    """
+    node, sources = _prepare(config)
+    collector = Collector(sources)
+    try:
+        found = _round(node, collector, READ_WITHIN_S)
+        looked_for = _looked_for(config, node, sources, found)
+        if node.setup.targets or node.gpus:
+            _watch(node, collector, watch_for_s, progress)
+    finally:
+        collector.stop()
+    return node.check() | {"looked_for": looked_for}
+
+
+def _watch(node: Node, collector: Collector, watch_for_s: float, progress: Callable[[str], None]) -> None:
+    poll_s = node.setup.poll_s
+    end = time.monotonic() + watch_for_s
+    while (left_s := end - time.monotonic()) > 0:
+        progress(f"watching {len(collector.slots)} sources, {left_s:.0f} s left")
+        time.sleep(min(poll_s, left_s))
+        _round(node, collector, GRACE_S)
+
+
+def _round(node: Node, collector: Collector, wait_s: float) -> dict[str, str | None]:
+    """One read of every source and one judgement; returns each source's error."""
+    for batch in collector.gather(wait_s):
+        node.take(batch)
+    node.step(time.time(), LATE_INTERVALS * node.setup.poll_s)
+    return {name: slot.last.error if slot.last else "it did not answer in time"
+            for name, slot in collector.slots.items()}
+
+
+def _prepare(config: Config) -> tuple[Node, Sequence[Source]]:
+    sources = sources_of(config, {})
+    return Node(setup_of(config, rules_for(config).rules, clip_windows=True)), sources
+
+
+def _looked_for(config: Config, node: Node, sources: Sequence[Source], errors: dict[str, str | None]) -> list[str]:
+    said = []
+    if not config.engines:
+        said.append(f"engines: none is configured; name them under `engines:` in {DEFAULT_PATH} (or --config FILE), "
+                    "or look at one with `tocsin doctor URL`")
+    for source in sources:
+        if source.name == "nvml":
+            count = len(node.gpus)
+            said.append(f"NVML: {errors['nvml'] or f'{count} GPU' + ('s' if count != 1 else '')}")
+        else:
+            said.append(f"{source.name.replace(':', ' ', 1)}: {errors[source.name] or 'answers'}")
+    if config.nvml == "off":
+        said.append("NVML: off in the configuration")
+    return said
+
+
+def doctor(config: Config, urls: Sequence[str]) -> dict[str, Any]:
+    """How each quantity is had, by reading everything twice; `urls` are looked at instead of the configured engines."""
+    if urls:
+        config = Config(engines=tuple(EngineConfig(url=url) for url in urls), nvml=config.nvml, node=config.node)
+    node, sources = _prepare(config)
+    collector = Collector(sources)
+    try:
+        errors = _round(node, collector, READ_WITHIN_S)
+        return doctor_report(node, collector.slots, time.monotonic()) | {
+            "looked_for": _looked_for(config, node, sources, errors)}
+    finally:
+        collector.stop()
