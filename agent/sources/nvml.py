@@ -8,296 +8,28 @@ in D state otherwise). A call that fails costs its own value; a GPU that is lost
 from __future__ import annotations
 
 import math
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import pynvml
 
-from agent.model import Batch, Found, Gap, GpuFacts, Sample, Why
+from agent.model import Batch, Gap, GpuFacts, Sample, Why
+from agent.sources.nvml_values import CODES, NAMES, STALE, Gpu, bdf, gaps_of, poll_gpu, text_of
 
 FIRST_RETRY_S = 5.0  # back-off after a failed start, or of opening anew after a loss: doubles to the caps below
 RETRY_CAP_S = 60.0  # of a failing start: a driver that is loaded late is seen within a minute
 REOPEN_CAP_S = 300.0  # of opening anew, which disturbs the healthy GPUs a little
-NO_LIMIT_C = 127  # what cards without a limit tell as their threshold
-
-# Answers that will not change on this handle: the call is not made again.
-_UNSUPPORTED = frozenset(
-    (
-        pynvml.NVML_ERROR_NOT_SUPPORTED,
-        pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
-        pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
-        pynvml.NVML_ERROR_DEPRECATED,
-    )
-)
-# Answers that say that the library must be started anew.
-_STALE = frozenset((pynvml.NVML_ERROR_UNINITIALIZED, pynvml.NVML_ERROR_DRIVER_NOT_LOADED))
-_CODES: Mapping[int, Why] = {
-    pynvml.NVML_ERROR_GPU_IS_LOST: Why.LOST,
-    pynvml.NVML_ERROR_GPU_NOT_FOUND: Why.LOST,
-    pynvml.NVML_ERROR_TIMEOUT: Why.TIMEOUT,
-}
 
 
-def bdf(text: str) -> str:
-    """A PCI address as domain:bus:device in lower-case hex, from NVML's, the kernel's or lspci's spelling.
-
-    `00000000:1B:00.0`, `PCI:0000:1b:00`, `000b:00:00` (three parts: no function) and `1b:00.0` (domain 0) are
-    understood. Raises ValueError for anything else.
-    """
-    found = re.fullmatch(
-        r"(?:PCI:)?(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.[0-7])?", text.strip(), re.IGNORECASE
-    )
-    if found is None:
-        raise ValueError(f"{text!r} is not a PCI address; expected domain:bus:device, as in 0000:1b:00")
-    domain, bus, device = (int(part or "0", 16) for part in found.groups())
-    return f"{domain:04x}:{bus:02x}:{device:02x}"
-
-
-def is_blank(raw: float, wide: bool = False) -> bool:
-    """Whether a number is one of the fillers that NVML and DCGM write for "no data". `wide`: it has 64 bits.
-
-    A 64-bit quantity may well pass through the 32-bit fillers: those count only where it is not wide.
-    """
-    if raw == 0xFFFFFFFFFFFFFFFF or 0x7FFFFFFFFFFFFFF0 <= raw <= 0x7FFFFFFFFFFFFFFF + 1:
-        return True
-    if isinstance(raw, float) and 140737488355328.0 <= raw < 140737488355344.0:
-        return True
-    return not wide and (raw == 0xFFFFFFFF or 0x7FFFFFF0 <= raw <= 0x7FFFFFFF)
-
-
-# --- what is read ----------------------------------------------------------------------------------------------------
-
-
-class _NoValueError(Exception):
-    """A call succeeded, but what it gave is not a number that can be used."""
-
-    def __init__(self, code: Why, text: str) -> None:
-        super().__init__(text)
-        self.code = code
-
-
-class _UnsupportedError(Exception):
-    """This way leads nowhere on this card; the next one may."""
+# --- the worker's side -----------------------------------------------------------------------------------------------
 
 
 class _LateError(Exception):
     """The reader has given this pass up; nothing more is called in it."""
-
-
-class _Field(NamedTuple):
-    id: int
-    signed: bool = False  # told as unsigned by some drivers
-
-
-POWER_NS = _Field(pynvml.NVML_FI_DEV_PERF_POLICY_POWER)
-THERMAL_NS = _Field(pynvml.NVML_FI_DEV_PERF_POLICY_THERMAL)
-POWER_MW = _Field(185)  # NVML_FI_DEV_POWER_AVERAGE, what nvidia-smi calls power.draw
-SLOWDOWN_TLIMIT = _Field(194, signed=True)  # NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT
-FIELDS: Mapping[int, _Field] = {f.id: f for f in (POWER_NS, THERMAL_NS, POWER_MW, SLOWDOWN_TLIMIT)}
-_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by nvmlValueType_t
-
-
-class _Reader:
-    """One GPU in one pass: calls by name, the fields that were fetched together, the values had so far."""
-
-    def __init__(self, job: _Job, gpu: _Gpu) -> None:
-        self._job = job
-        self._gpu = gpu
-        self.fields: dict[int, float | pynvml.NVMLError] = {}
-        self.got: dict[str, float] = {}
-        self.missed: dict[str, Why] = {}
-
-    def call(self, name: str, *args: Any) -> Any:
-        return self._job.call(name, self._gpu.label, self._gpu.handle, *args)
-
-    def field(self, wanted: _Field) -> float:
-        value = self.fields.get(wanted.id)
-        if value is None:
-            raise _UnsupportedError
-        if isinstance(value, pynvml.NVMLError):
-            raise value
-        return value
-
-
-def _temperature(r: _Reader) -> tuple[float, ...]:
-    # It is signed in the newer call: the filler of 32 ones arrives as -1, which no die in a server has.
-    return (r.call("nvmlDeviceGetTemperatureV", pynvml.NVML_TEMPERATURE_GPU) % 2**32,)
-
-
-def _temperature_v0(r: _Reader) -> tuple[float, ...]:
-    return (r.call("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),)
-
-
-def _margin_tlimit(r: _Reader) -> tuple[float, ...]:
-    """Hopper and newer count down to a limit, and slow down a little past it: at -2, on an H100."""
-    margin = float(_usable(r.call("nvmlDeviceGetMarginTemperature")))
-    try:
-        return (margin - _usable(r.field(SLOWDOWN_TLIMIT)),)
-    except _UnsupportedError:
-        return (margin,)
-
-
-def _margin_threshold(r: _Reader) -> tuple[float, ...]:
-    limit_c = r.call("nvmlDeviceGetTemperatureThreshold", pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
-    if limit_c == NO_LIMIT_C or is_blank(limit_c) or limit_c <= 0:
-        raise _UnsupportedError
-    r.got["limit_c"] = float(limit_c)
-    if r.missed.get("gpu_temp_c") is Why.NOT_SUPPORTED:
-        raise _UnsupportedError
-    if "gpu_temp_c" not in r.got:
-        raise _NoValueError(Why.ERROR, "the temperature was not had")
-    return (limit_c - r.got["gpu_temp_c"],)
-
-
-def _utilization(r: _Reader) -> tuple[float, ...]:
-    return (_usable(r.call("nvmlDeviceGetUtilizationRates").gpu) / 100,)
-
-
-def _memory_v2(r: _Reader) -> tuple[float, ...]:
-    return _sizes(r.call("nvmlDeviceGetMemoryInfo", pynvml.nvmlMemory_v2))
-
-
-def _memory(r: _Reader) -> tuple[float, ...]:
-    return _sizes(r.call("nvmlDeviceGetMemoryInfo"))
-
-
-def _sizes(memory: Any) -> tuple[float, ...]:
-    if memory.total == 0:  # unified memory has no framebuffer: 0 of 0 is not a size
-        raise _UnsupportedError
-    return memory.used, memory.total, memory.free
-
-
-def _violation(policy: int) -> Callable[[_Reader], tuple[float, ...]]:
-    return lambda r: (r.call("nvmlDeviceGetViolationStatus", policy).violationTime,)
-
-
-def _watts(milliwatts: float) -> tuple[float, ...]:
-    return (_usable(milliwatts) / 1000,)
-
-
-class _Way(NamedTuple):
-    """One way to have the values of a group. `how` is what `tocsin doctor` and the Gaps call it."""
-
-    how: str
-    read: Callable[[_Reader], tuple[float, ...]]
-
-
-class _Group(NamedTuple):
-    """Values had together. The first way that the card supports is used for as long as its handle lives."""
-
-    names: tuple[str, ...]
-    ways: tuple[_Way, ...]
-    wide: bool = False
-    low: float = 0.0
-    high: float = math.inf
-
-
-# The margin comes after the temperature, which it may need.
-GROUPS: tuple[_Group, ...] = (
-    _Group(
-        ("gpu_temp_c",),
-        (_Way("nvmlDeviceGetTemperatureV", _temperature), _Way("nvmlDeviceGetTemperature", _temperature_v0)),
-        high=200,
-    ),
-    _Group(
-        ("gpu_margin_c",),
-        (
-            _Way("nvmlDeviceGetMarginTemperature - field 194 (slowdown T.Limit)", _margin_tlimit),
-            _Way("nvmlDeviceGetTemperatureThreshold(slowdown) - temperature", _margin_threshold),
-        ),
-        low=-200,
-        high=260,
-    ),
-    _Group(("gpu_util",), (_Way("nvmlDeviceGetUtilizationRates", _utilization),), high=1),
-    _Group(
-        ("gpu_mem_used", "gpu_mem_total", "gpu_mem_free"),
-        (_Way("nvmlDeviceGetMemoryInfo_v2", _memory_v2), _Way("nvmlDeviceGetMemoryInfo", _memory)),
-        wide=True,
-    ),
-    _Group(
-        ("gpu_sm_clock_mhz",),
-        (_Way("nvmlDeviceGetClockInfo(SM)", lambda r: (r.call("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),)),),
-    ),
-    _Group(
-        ("gpu_sm_clock_max_mhz",),
-        (
-            _Way(
-                "nvmlDeviceGetMaxClockInfo(SM)",
-                lambda r: (r.call("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM),),
-            ),
-        ),
-    ),
-    _Group(
-        ("gpu_throttle",),
-        (
-            _Way(
-                "nvmlDeviceGetCurrentClocksEventReasons",
-                lambda r: (r.call("nvmlDeviceGetCurrentClocksEventReasons"),),
-            ),
-            _Way(
-                "nvmlDeviceGetCurrentClocksThrottleReasons",
-                lambda r: (r.call("nvmlDeviceGetCurrentClocksThrottleReasons"),),
-            ),
-        ),
-        wide=True,
-    ),
-    _Group(
-        ("gpu_thermal_ns",),
-        (
-            _Way("field 75 (thermal policy)", lambda r: (r.field(THERMAL_NS),)),
-            _Way("nvmlDeviceGetViolationStatus(thermal)", _violation(pynvml.NVML_PERF_POLICY_THERMAL)),
-        ),
-        wide=True,
-    ),
-    _Group(
-        ("gpu_power_ns",),
-        (
-            _Way("field 74 (power policy)", lambda r: (r.field(POWER_NS),)),
-            _Way("nvmlDeviceGetViolationStatus(power)", _violation(pynvml.NVML_PERF_POLICY_POWER)),
-        ),
-        wide=True,
-    ),
-    _Group(
-        ("gpu_power_w",),
-        (
-            _Way("field 185 (average power)", lambda r: _watts(r.field(POWER_MW))),
-            _Way("nvmlDeviceGetPowerUsage", lambda r: _watts(r.call("nvmlDeviceGetPowerUsage"))),
-        ),
-    ),
-    _Group(
-        ("gpu_power_limit_w",),
-        (
-            _Way("nvmlDeviceGetEnforcedPowerLimit", lambda r: _watts(r.call("nvmlDeviceGetEnforcedPowerLimit"))),
-            _Way("nvmlDeviceGetPowerManagementLimit", lambda r: _watts(r.call("nvmlDeviceGetPowerManagementLimit"))),
-        ),
-    ),
-)
-NAMES: tuple[str, ...] = tuple(name for group in GROUPS for name in group.names)
-
-
-def _usable(raw: float, wide: bool = False) -> float:
-    if isinstance(raw, float) and not math.isfinite(raw):
-        raise _NoValueError(Why.NOT_A_NUMBER, f"it gave {raw}")
-    if is_blank(raw, wide):
-        raise _NoValueError(Why.SENTINEL, f"it gave {raw:.0f}, the filler for no data")
-    return raw
-
-
-def _bounded(group: _Group, values: tuple[float, ...]) -> tuple[float, ...]:
-    for value in values:
-        _usable(value, group.wide)
-        if not group.low <= value <= group.high:
-            raise _NoValueError(Why.OUT_OF_RANGE, f"it gave {value:g}, outside {group.low:g} to {group.high:g}")
-    return values
-
-
-# --- the worker's side -----------------------------------------------------------------------------------------------
 
 
 class _Job:
@@ -376,31 +108,6 @@ class _Worker:
             job.done.set()
 
 
-@dataclass(slots=True)
-class _Gpu:
-    """An open handle, and what is remembered for as long as it is open."""
-
-    index: int
-    handle: Any
-    uuid: str
-    name: str
-    bdf: str
-    limit_c: float | None = None
-    unsupported: set[str] = field(default_factory=set)  # ways
-    live_fields: list[int] = field(default_factory=lambda: list(FIELDS))
-    one_by_one: bool = False  # fields cannot be read together here
-    how: dict[str, str] = field(default_factory=dict)  # name -> way that gave it last
-    lost: str | None = None
-
-    @property
-    def label(self) -> str:
-        return f" of GPU {self.index} ({self.uuid})"
-
-    def facts(self, gaps: Mapping[str, str]) -> GpuFacts:
-        found = tuple(Found(name, self.uuid, self.how.get(name), why=gaps.get(name)) for name in NAMES)
-        return GpuFacts(self.uuid, self.index, self.name, self.bdf, self.limit_c, found)
-
-
 class _Driver:
     """The state of NVML in this process. Only the worker thread touches it."""
 
@@ -409,7 +116,7 @@ class _Driver:
         self._pci = pci
         self._started = False
         self._count: int | None = None
-        self._gpus: dict[int, _Gpu] = {}
+        self._gpus: dict[int, Gpu] = {}
         self._failed: dict[int, tuple[Why, str]] = {}  # index -> why its handle could not be opened
         self._known: dict[str, GpuFacts] = {}
         self._suspects: set[int] = set()  # a call on them hung once: they are read last
@@ -435,7 +142,7 @@ class _Driver:
                     raise
             healthy &= self._tell_missing(job, now)
         except pynvml.NVMLError as error:
-            if error.value not in _STALE:
+            if error.value not in STALE:
                 raise
             job.error = f"{job.at_call[0]}: {error}; NVML is started anew"
             self._reopen_later()
@@ -486,7 +193,7 @@ class _Driver:
 
     def _ask_version(self, job: _Job) -> str:
         try:
-            return _text(job.call("nvmlSystemGetDriverVersion", ""))
+            return text_of(job.call("nvmlSystemGetDriverVersion", ""))
         except pynvml.NVMLError as error:
             return f"of a version that it does not tell ({error})"
 
@@ -502,19 +209,19 @@ class _Driver:
             self._failure, self._absent = "", f"no NVIDIA GPU here: {where}: {error}, and none under {self._pci}"
         job.error, job.absent = self._failure or None, self._absent
 
-    def _open(self, job: _Job, index: int) -> _Gpu:
+    def _open(self, job: _Job, index: int) -> Gpu:
         whose = f" of GPU {index}"
         handle = job.call("nvmlDeviceGetHandleByIndex", whose, index)
-        uuid = _text(job.call("nvmlDeviceGetUUID", whose, handle))
+        uuid = text_of(job.call("nvmlDeviceGetUUID", whose, handle))
         try:
-            name = _text(job.call("nvmlDeviceGetName", whose, handle))
-            address = bdf(_text(job.call("nvmlDeviceGetPciInfo", whose, handle).busId))
+            name = text_of(job.call("nvmlDeviceGetName", whose, handle))
+            address = bdf(text_of(job.call("nvmlDeviceGetPciInfo", whose, handle).busId))
         except (pynvml.NVMLError, ValueError) as error:
-            if isinstance(error, pynvml.NVMLError) and error.value in _STALE:
+            if isinstance(error, pynvml.NVMLError) and error.value in STALE:
                 raise
             before = self._known.get(uuid)
             name, address = (before.name, before.bdf) if before else ("", "")
-        return _Gpu(index, handle, uuid, name, address)
+        return Gpu(index, handle, uuid, name, address)
 
     def _poll_gpu(self, job: _Job, index: int, now: float) -> bool:
         """Whether it is well. A GPU whose handle cannot be had is told by _tell_missing, when all others are known."""
@@ -525,15 +232,15 @@ class _Driver:
             try:
                 gpu = self._gpus[index] = self._open(job, index)
             except pynvml.NVMLError as error:
-                if error.value in _STALE:
+                if error.value in STALE:
                     raise
-                self._failed[index] = (_CODES.get(error.value, Why.ERROR), f"{job.at_call[0]}: {error}")
+                self._failed[index] = (CODES.get(error.value, Why.ERROR), f"{job.at_call[0]}: {error}")
                 return False
         if gpu.uuid not in self._known:
             self._remember(job, gpu.facts({}))
-        gaps = _poll_open_gpu(job, gpu, now)
+        gaps = poll_gpu(job.call, gpu, now, job.readings)
         self._remember(job, gpu.facts({gap.name: gap.why for gap in gaps}))
-        return len(gaps) < len(NAMES) or all(gap.code is Why.NOT_SUPPORTED for gap in gaps)
+        return (gpu.lost is None and len(gaps) < len(NAMES)) or all(gap.code is Why.NOT_SUPPORTED for gap in gaps)
 
     def _remember(self, job: _Job, facts: GpuFacts) -> None:
         self._known[facts.uuid] = job.gpus[facts.uuid] = facts
@@ -545,122 +252,12 @@ class _Driver:
             at_index = [uuid for uuid, facts in missing.items() if facts.index == index]
             uuid = next(iter(at_index or missing), f"index-{index}")
             job.gpus[uuid] = missing.pop(uuid) if uuid in missing else GpuFacts(uuid, index, "", "")
-            job.readings.extend(_gaps(uuid, NAMES, code, why, now))
+            job.readings.extend(gaps_of(uuid, NAMES, code, why, now))
         for uuid, facts in missing.items():
             job.gpus[uuid] = facts
             why = f"NVML no longer lists this GPU; it lists {self._count}"
-            job.readings.extend(_gaps(uuid, NAMES, Why.LOST, why, now))
+            job.readings.extend(gaps_of(uuid, NAMES, Why.LOST, why, now))
         return not missing and not self._failed
-
-
-def _poll_open_gpu(job: _Job, gpu: _Gpu, now: float) -> list[Gap]:
-    """Read one GPU into the job; returns its Gaps."""
-    reader = _Reader(job, gpu)
-    gaps: list[Gap] = []
-    try:
-        if gpu.lost is None:
-            _fetch_fields(reader, gpu)
-    except pynvml.NVMLError as error:
-        if error.value in _STALE:
-            raise
-        gpu.lost = f"{job.at_call[0]}: {error}"
-    for group in GROUPS:
-        outcome: tuple[float, ...] | Gap = (
-            Gap(group.names[0], gpu.uuid, Why.LOST, gpu.lost, now)
-            if gpu.lost is not None
-            else _read_group(reader, gpu, group, now)
-        )
-        if isinstance(outcome, Gap):
-            reader.missed.update(dict.fromkeys(group.names, outcome.code))
-            told = list(_gaps(gpu.uuid, group.names, outcome.code, outcome.why, now))
-            gaps.extend(told)
-            job.readings.extend(told)
-            continue
-        for name, value in zip(group.names, outcome, strict=True):
-            reader.got[name] = float(value)
-            job.readings.append(Sample(name, gpu.uuid, float(value), now))
-    gpu.limit_c = reader.got.get("limit_c", gpu.limit_c)
-    return gaps
-
-
-def _read_group(reader: _Reader, gpu: _Gpu, group: _Group, now: float) -> tuple[float, ...] | Gap:
-    for way in group.ways:
-        if way.how in gpu.unsupported:
-            continue
-        code, why = Why.ERROR, ""
-        try:
-            values = _bounded(group, way.read(reader))
-        except _UnsupportedError:
-            gpu.unsupported.add(way.how)
-            continue
-        except _NoValueError as error:
-            code, why = error.code, str(error)
-        except pynvml.NVMLError as error:
-            if error.value in _STALE:
-                raise
-            if error.value in _UNSUPPORTED:
-                gpu.unsupported.add(way.how)
-                continue
-            code, why = _CODES.get(error.value, Why.ERROR), str(error)
-            if code is Why.LOST:
-                gpu.lost = f"{way.how}: {why}"
-        else:
-            gpu.how.update(dict.fromkeys(group.names, way.how))
-            return values
-        return Gap(group.names[0], gpu.uuid, code, f"{way.how}: {why}", now)
-    for name in group.names:
-        gpu.how.pop(name, None)
-    tried = ", ".join(way.how for way in group.ways)
-    return Gap(group.names[0], gpu.uuid, Why.NOT_SUPPORTED, f"this card or driver does not tell it ({tried})", now)
-
-
-def _fetch_fields(reader: _Reader, gpu: _Gpu) -> None:
-    """All fields in one call; one by one where a card refuses them together. Raises for a GPU that is lost."""
-    if not gpu.live_fields:
-        return
-    parts = [[f] for f in gpu.live_fields] if gpu.one_by_one else [list(gpu.live_fields)]
-    for ids in parts:
-        try:
-            for told in reader.call("nvmlDeviceGetFieldValues", ids):
-                reader.fields[told.fieldId] = _field_value(told)
-        except pynvml.NVMLError as error:
-            if error.value in _STALE or _CODES.get(error.value) is Why.LOST:
-                raise
-            if len(ids) > 1 and error.value not in _UNSUPPORTED:
-                gpu.one_by_one = True
-                _fetch_fields(reader, gpu)
-                return
-            reader.fields.update(dict.fromkeys(ids, error))
-    gpu.live_fields = [f for f in gpu.live_fields if not _is_unsupported_field(reader.fields.get(f))]
-    for f in FIELDS:
-        if f not in gpu.live_fields:
-            reader.fields.pop(f, None)
-
-
-def _field_value(told: Any) -> float | pynvml.NVMLError:
-    if told.nvmlReturn != pynvml.NVML_SUCCESS:
-        return pynvml.NVMLError(told.nvmlReturn)
-    if FIELDS[told.fieldId].signed:
-        return int(told.value.siVal)
-    if not 0 <= told.valueType < len(_MEMBERS):
-        return pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-    value: float = getattr(told.value, _MEMBERS[told.valueType])
-    return value
-
-
-def _is_unsupported_field(value: object) -> bool:
-    # A driver that does not know a field's number calls it an invalid argument.
-    return isinstance(value, pynvml.NVMLError) and (
-        value.value in _UNSUPPORTED or value.value == pynvml.NVML_ERROR_INVALID_ARGUMENT
-    )
-
-
-def _gaps(uuid: str, names: Iterable[str], code: Why, why: str, now: float) -> Iterator[Gap]:
-    return (Gap(name, uuid, code, why, now) for name in names)
-
-
-def _text(raw: str | bytes) -> str:
-    return raw if isinstance(raw, str) else raw.decode(errors="replace")
 
 
 def _nvidia_devices(pci: Path) -> list[str]:
@@ -812,7 +409,7 @@ class NvmlSource:
         """What was had, and a Gap for everything else of the GPUs that are known."""
         self.note = why
         told = {(reading.name, reading.subject) for reading in had}
-        gaps = (gap for uuid in self._facts for gap in _gaps(uuid, NAMES, code, why, now))
+        gaps = (gap for uuid in self._facts for gap in gaps_of(uuid, NAMES, code, why, now))
         rest = tuple(gap for gap in gaps if (gap.name, gap.subject) not in told)
         took_s = time.monotonic() - began
         gpus = self._in_order() or None

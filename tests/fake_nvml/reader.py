@@ -1,7 +1,7 @@
 """A process in which the real pynvml has loaded the stand-in, and an NvmlSource in it that a test can call.
 
-The dynamic linker reads LD_LIBRARY_PATH when a process starts, and pynvml loads the library once a process: so each
-story has a process of its own.
+The dynamic linker reads LD_LIBRARY_PATH when a process starts, and pynvml loads the library once a process: so this
+cannot be done in the tests' own process. A child may play several stories, one source after the other.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from agent.model import Batch, Gap, GpuFacts, Sample
+from agent.sources.nvml import NvmlSource
 from tests.fake_nvml.build import build
 
 ROOT = Path(__file__).parents[2]
@@ -33,33 +33,30 @@ def write_scenario(path: Path, scenario: Mapping[str, Any]) -> None:
 class Reader:
     """Runs an NvmlSource in a child. `clock_s` of its back-off stands still until `advance`."""
 
-    def __init__(self, scenario: Mapping[str, Any] | Path | None, folder: Path, deadline_s: float = 5.0) -> None:
-        """`scenario` None: no such library on this machine. `folder` takes the scenario and a PCI tree, `pci`."""
-        self.path = folder / "scenario.json"
-        self.calls_path = folder / "calls"
-        self.pci = folder / "pci"
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        env.pop("LD_LIBRARY_PATH", None)
-        if scenario is not None:
-            env |= {"LD_LIBRARY_PATH": str(build()), "TOCSIN_FAKE_NVML": str(self.path)}
-        if isinstance(scenario, Path):
-            self.path.write_bytes(scenario.read_bytes())
-        elif scenario is not None:
-            self.play(scenario)
+    def __init__(self, library: Path | None = None) -> None:
+        """`library`: the folder for LD_LIBRARY_PATH, by default the one with the stand-in."""
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": str(library or build())}
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "tests.fake_nvml.reader", str(deadline_s), str(self.pci)],
+            [sys.executable, "-m", "tests.fake_nvml.reader"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env,
             cwd=ROOT,
         )
 
-    def __enter__(self) -> Reader:
-        return self
+    def begin(self, scenario: Mapping[str, Any] | Path, folder: Path, deadline_s: float = 5.0) -> None:
+        """A new source and a new story. `folder` takes the scenario, its calls, and a PCI tree, `pci`."""
+        self.path = folder / "scenario.json"
+        self.calls_path = folder / "calls"
+        self.pci = folder / "pci"
+        if isinstance(scenario, Path):
+            self.path.write_bytes(scenario.read_bytes())
+        else:
+            self.play(scenario)
+        self("begin", deadline_s, str(self.pci), str(self.path))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def end(self) -> None:
+        """End the child, by force where it does not end by itself."""
         assert self._child.stdin
         assert self._child.stdout
         self._child.stdin.close()
@@ -121,34 +118,46 @@ class Seen:
         return {r.code.value if isinstance(r, Gap) else "value" for r in mine}
 
 
-def _serve(deadline_s: float, pci: Path) -> None:
-    from agent.sources.nvml import NvmlSource
+class _Server:
+    """The child's side: one source at a time."""
 
-    clock = [0.0]
-    source = NvmlSource(deadline_s, pci=pci, clock=lambda: clock[0])
+    def __init__(self) -> None:
+        self.clock_s = 0.0
+        self.source: NvmlSource | None = None
 
-    def answer(method: str, args: tuple[Any, ...]) -> Any:
+    def begin(self, deadline_s: float, pci: str, scenario: str) -> None:
+        if self.source is not None:
+            self.source.close()
+        os.environ["TOCSIN_FAKE_NVML"] = scenario
+        self.clock_s = 0.0
+        self.source = NvmlSource(deadline_s, pci=Path(pci), clock=lambda: self.clock_s)
+
+    def answer(self, method: str, args: tuple[Any, ...]) -> Any:
+        if method == "begin":
+            return self.begin(*args)
         if method == "advance":
-            clock[0] += args[0]
+            self.clock_s += args[0]
             return None
         if method == "get":
-            return getattr(source, args[0])
+            return getattr(self.source, args[0])
         if method == "cost":
-            return _cpu_s(source, args[0])
-        return getattr(source, method)(*args)
+            return _cpu_s(self.source, args[0])
+        return getattr(self.source, method)(*args)
 
-    while True:
-        try:
-            method, args = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            break
-        try:
-            result = answer(method, args)
-        except Exception as error:
-            result = error
-        pickle.dump(result, sys.stdout.buffer)
-        sys.stdout.buffer.flush()
-    source.close()
+    def serve(self) -> None:
+        while True:
+            try:
+                method, args = pickle.load(sys.stdin.buffer)
+            except EOFError:
+                break
+            try:
+                result = self.answer(method, args)
+            except Exception as error:
+                result = error
+            pickle.dump(result, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+        if self.source is not None:
+            self.source.close()
 
 
 def _cpu_s(source: Any, polls: int) -> float:
@@ -160,4 +169,4 @@ def _cpu_s(source: Any, polls: int) -> float:
 
 
 if __name__ == "__main__":
-    _serve(float(sys.argv[1]), Path(sys.argv[2]))
+    _Server().serve()
