@@ -254,15 +254,15 @@ def _timestamp(token: str, openmetrics: bool) -> float:
 def _value_and_time(rest: str, openmetrics: bool) -> tuple[float, float | None]:
     """What follows name and labels: a value, perhaps a timestamp, perhaps (OpenMetrics) an exemplar, checked only."""
     before, hash_sign, exemplar = rest.partition("#")
+    tokens = _TOKEN.findall(before)
+    if not 1 <= len(tokens) <= 2:
+        raise _Bad(f"expected a value and perhaps a timestamp, got {rest[:50]!r}")
     if hash_sign:
         if not openmetrics:
             raise _Bad("an exemplar (#) has no place in the classic format")
         if before[-1:] not in {" ", "\t"}:
             raise _Bad("expected a space before the exemplar (#)")
         _check_exemplar(exemplar)
-    tokens = _TOKEN.findall(before)
-    if not 1 <= len(tokens) <= 2:
-        raise _Bad(f"expected a value and perhaps a timestamp, got {rest[:50]!r}")
     return _number(tokens[0], "value"), _timestamp(tokens[1], openmetrics) if len(tokens) == 2 else None
 
 
@@ -431,7 +431,7 @@ class _Scan:
 
     def line(self, number: int, line: bytes) -> None:
         """Take in one line, without its line feed."""
-        match = _NAME.match(line)
+        match = _NAME.match(line[:MAX_LINE_BYTES])  # no name may be longer, and what is longer is not kept
         name, wanted = (self._names.get(match[1]) or self._name(match[1])) if match else (None, True)
         head = _NO_LINE_STARTS_SO
         try:
