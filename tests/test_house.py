@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from agent.config import load_config
 from tests.needs import find, missing, need
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,3 +82,36 @@ def test_ci_runs_the_readme_s_own_test_command() -> None:
     assert commands == ["make test"], "README.md must show its test command once, as `make test   # ... tests`"
     script = (ROOT / ".ci" / "run").read_text()
     assert re.search(rf"^step .* {re.escape(commands[0])}$", script, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("story", "python", "told"),
+    [
+        ("too old", "#!/bin/sh\nexit 1\n", "is older than Python 3.11"),
+        ("Debian without python3-venv", '#!/bin/sh\ncase "$2" in *ensurepip*) exit 1;; esac\n', "install python3-venv"),
+    ],
+)
+def test_setup_says_what_python_lacks(tmp_path: Path, story: str, python: str, told: str) -> None:
+    """On a fresh machine the first command ended in a traceback of venv, and that was the end of the trial."""
+    need("make")
+    interpreter = tmp_path / "python"
+    interpreter.write_text(python)
+    interpreter.chmod(0o755)
+    for name in ("Makefile", "pyproject.toml"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    command = [find("make") or "", "setup", f"PYTHON={interpreter}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0, story
+    assert told in done.stderr, story
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_run_writes_a_configuration_that_needs_no_root(tmp_path: Path) -> None:
+    """`make run` as an ordinary user ended at /var/lib/tocsin: permission denied."""
+    need("make")
+    (tmp_path / "Makefile").write_bytes((ROOT / "Makefile").read_bytes())
+    target = tmp_path / ".tocsin" / "tocsin.yaml"
+    subprocess.run([find("make") or "", str(target)], cwd=tmp_path, capture_output=True, check=True)
+    config = load_config(target, {})
+    assert config.state_dir == tmp_path / ".tocsin"
+    assert config.socket == tmp_path / ".tocsin" / "tocsin.sock"
