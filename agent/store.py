@@ -230,7 +230,7 @@ class Store:
             return {name: {"pending": len(self._pending[name]), **self._counts[name]} for name in sorted(names)}
 
     def failing_since(self, channel: str) -> float | None:
-        """Since when nothing was delivered to `channel` though it was tried; None: the last try was good."""
+        """Since when `channel` has answered nothing usable though it was tried; None: its last answer was one."""
         with self._lock:
             return self._failing_since.get(channel)
 
@@ -303,10 +303,7 @@ class Store:
                 return
             del self._pending[notice.channel][notice_id]
             self._counts[notice.channel][state] += 1
-            if state == "delivered":
-                self._failing_since.pop(notice.channel, None)
-            else:
-                self._failing_since.setdefault(notice.channel, at)
+            self._failing_since.pop(notice.channel, None)  # it answered; what it thinks of this notice is in `state`
             self._save_quietly([(_END_NOTICE, (state, at, error or notice.last_error, notice_id))])
 
     def _transition_row(self, change: Transition) -> _Row:
