@@ -18,6 +18,7 @@ from msgspec import UNSET, Struct, UnsetType, field
 
 from agent.model import Severity, SignalSpec, Slo
 from agent.strict import (
+    AS_SHARE,
     AbsolutePath,
     ConfigErrors,
     Decoded,
@@ -50,23 +51,31 @@ ENGINE_MAPS = Path(__file__).parent / "engines"  # <kind>.yaml: the engines that
 
 def _split_url(text: str) -> SplitResult:
     """An http(s) URL in parts. Raises Unfit, without the URL's user info and query in the message."""
+    shown = _origin(text)
     try:
         url = urlsplit(text)
         host, _ = url.hostname, url.port
     except ValueError:
-        raise Unfit(f"{cut(text)!r} has a bad host or port", "write http://host:port") from None
+        raise Unfit(f"{shown!r} has a bad host or port", "write http://host:port") from None
     if url.scheme not in ("http", "https") or not host or re.search(r"\s", text):
-        raise Unfit(f"{cut(text)!r} is not an http(s) URL", "write it whole, as http://127.0.0.1:8000")
+        raise Unfit(f"{shown!r} is not an http(s) URL", "write it whole, as http://127.0.0.1:8000")
     if "@" in url.netloc:
         raise Unfit("credentials stand in the URL", "take user and password out of it")
+    if not re.fullmatch(r"[\w.-]+|[0-9A-Fa-f:.%]+", host):
+        raise Unfit(f"{shown!r} has no possible host", "write the host itself: variables are not expanded here")
     return url
+
+
+def _origin(text: str) -> str:
+    """What may be shown of a URL, even a broken one: a webhook's path is a secret."""
+    return re.sub(r"^((?:\w+:/*+)?+[^/]*)/.*", r"\1/…", cut(text), flags=re.DOTALL)
 
 
 def base_url(text: str) -> str:
     """An address that paths are added to: no query, no fragment, no last slash. Raises Unfit."""
     url = _split_url(text)
     if url.query or url.fragment:
-        raise Unfit(f"{cut(text)!r} has a query or fragment", "write only scheme, host, port and path")
+        raise Unfit(f"{_origin(text)!r} has a query or fragment", "write only scheme, host, port and path")
     return text.rstrip("/")
 
 
@@ -161,7 +170,7 @@ BaseUrl = Annotated[str, Parse(base_url, text=True)]
 FullUrl = Annotated[str, Parse(full_url, text=True)]
 Name = Annotated[str, Parse(_name, text=True)]
 Zone = Annotated[str, Parse(_zone, text=True)]
-Availability = Annotated[float, Parse(_availability)]
+Availability = Annotated[float, Parse(_availability, what=AS_SHARE)]
 EngineKind = Annotated[str, Parse(lambda text: _kind(text), text=True, words=("auto",))]
 
 
@@ -375,7 +384,7 @@ class DrillGuards(_Form, frozen=True):
 
     lever_file: AbsolutePath = Path("/etc/tocsin/NO-DRILLS")
     min_budget_left: Share = 0.5  # ratio
-    max_blast_radius: Annotated[float, Parse(_open_share)] = 0.3  # ratio
+    max_blast_radius: Annotated[float, Parse(_open_share, what=AS_SHARE)] = 0.3  # ratio
     min_healthy: int | None = None  # replicas
     min_gap: Duration = 20 * 3600.0  # s
     other_watchers_ok: tuple[str, ...] = ()
@@ -407,12 +416,6 @@ class Config(_Form, frozen=True):
     drills: tuple[Mapping[str, Any], ...] = ()
     drill_guards: DrillGuards = DrillGuards()
     drill_group: str | None = None
-
-    @property
-    def node_name(self) -> str:
-        """The `node` label."""
-        return self.node or "localhost"
-
 
 # ---- reading it ----
 
@@ -492,7 +495,11 @@ def _name_faults(config: Config, places: Places) -> list[Fault]:
             remedy = "give each its own name"
             where = f"{target.at}.name" if target.name else f"{target.at}.url"
             faults.append(places.fault(where, f"the name {cut(name)} is taken by {first[name]}", remedy, cut(name)))
+        elif target.url in first:
+            message = f"the address of {first[target.url]} stands here again"
+            faults.append(places.fault(f"{target.at}.url", message, "keep one of them: each would count twice"))
         first.setdefault(name, target.at)
+        first.setdefault(target.url, target.at)
     seen: set[str] = set()
     sources: Sequence[PromqlSource | JsonSource] = (*config.sources.promql, *config.sources.json)
     for source in sources:

@@ -7,6 +7,7 @@ Values of keys that look like secrets are never printed, and URLs only without u
 
 from __future__ import annotations
 
+import math
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -84,6 +85,7 @@ class Parse:
     to: Callable[[str], Any]
     text: bool = False
     words: tuple[str, ...] = ()
+    what: str = "one value"  # in words, with an example
 
 
 class Places(msgspec.Struct, frozen=True):
@@ -213,7 +215,10 @@ def rate_per_s(text: str) -> float:
     return float(match["number"]) / _UNITS_S[match["unit"]]
 
 
-def within(to: Callable[[str], float], low: str, high: str) -> Parse:
+AS_DURATION, AS_SHARE = "a duration, as 30s", "a share, as 85%"
+
+
+def within(to: Callable[[str], float], low: str, high: str, what: str = AS_DURATION) -> Parse:
     """A quantity with bounds, written as a person would: within(duration_s, "1s", "60s")."""
     lowest, highest = to(low), to(high)
 
@@ -223,10 +228,10 @@ def within(to: Callable[[str], float], low: str, high: str) -> Parse:
             raise Unfit(f"{cut(text)} is not within {low} and {high}", f"write {low if value < lowest else high}")
         return value
 
-    return Parse(bounded)
+    return Parse(bounded, what=what)
 
 
-def above_zero(to: Callable[[str], float]) -> Parse:
+def above_zero(to: Callable[[str], float], what: str = AS_DURATION) -> Parse:
     """A quantity that must not be 0."""
 
     def positive(text: str) -> float:
@@ -235,7 +240,7 @@ def above_zero(to: Callable[[str], float]) -> Parse:
             raise Unfit(f"{cut(text)} must be over 0", "leave the key out for its default")
         return value
 
-    return Parse(positive)
+    return Parse(positive, what=what)
 
 
 def absolute_path(text: str) -> Path:
@@ -255,11 +260,11 @@ def env_name(text: str) -> str:
     return text
 
 
-Duration = Annotated[float, Parse(duration_s)]  # s
+Duration = Annotated[float, Parse(duration_s, what=AS_DURATION)]  # s
 PositiveDuration = Annotated[float, above_zero(duration_s)]  # s
-Share = Annotated[float, Parse(share)]  # ratio
-Size = Annotated[float, Parse(size_bytes)]  # bytes
-Rate = Annotated[float, Parse(rate_per_s)]  # 1/s
+Share = Annotated[float, Parse(share, what=AS_SHARE)]  # ratio
+Size = Annotated[float, Parse(size_bytes, what="a size, as 32MiB")]  # bytes
+Rate = Annotated[float, Parse(rate_per_s, what="a rate, as 5/s")]  # 1/s
 AbsolutePath = Annotated[Path, Parse(absolute_path, text=True)]
 EnvName = Annotated[str, Parse(env_name, text=True)]
 
@@ -526,7 +531,7 @@ class _Reader:
     def number(self, node: Any, path: str) -> Any:
         if not self.is_scalar(node, path, "a number"):
             return _BAD
-        if _form(node) in ("integer", "number"):
+        if _form(node) in ("integer", "number") and math.isfinite(float(node.value)):
             return float(node.value)
         return self.fault(
             node, path, f"wanted a number, found {self.found(node, path)}", self.plainly(node, "a number")
@@ -544,7 +549,7 @@ class _Reader:
     def parsed(self, node: Any, parse: Parse, path: str) -> Any:
         if isinstance(node, yaml.ScalarNode) and node.value in parse.words:
             return node.value
-        if (parse.text and self.text(node, path) is _BAD) or not self.is_scalar(node, path, "a value"):
+        if (parse.text and self.text(node, path) is _BAD) or not self.is_scalar(node, path, parse.what):
             return _BAD
         try:
             return parse.to(node.value)
@@ -647,9 +652,11 @@ class _Reader:
         for key, value in pairs:
             here, wanted = _join(path, cut(key.value)), fields.get(key.value)
             if wanted is None:
-                if not self.is_inline_secret(key, value, here, fields):
-                    remedy = did_you_mean(key.value, fields, "known keys here")
-                    self.fault(key, here, "unknown key", remedy, value="")
+                if self.is_inline_secret(key, value, here, fields):
+                    continue
+                if self.is_empty(value) and not nearest(key.value, fields) and re.search("[0-9]", key.value):
+                    here = _join(path, "…")  # `pagerduty: {<the key itself>}` is a mapping with a secret as its key
+                self.fault(key, here, "unknown key", did_you_mean(key.value, fields, "known keys here"), value="")
                 continue
             decoded = self.value(value, wanted.kind, here) if self.key_is_text(key, here) else _BAD
             if decoded is not _BAD:
@@ -700,7 +707,7 @@ class _Reader:
         if form == "integer":
             return self.integer(node, path)
         if form == "number":
-            return float(raw)
+            return self.number(node, path)
         if form == "truth" and raw.lower() in ("true", "false"):
             return raw.lower() == "true"
         if form == "odd number":

@@ -5,6 +5,7 @@ A rule is data: one comparison, one severity. What is wrong in any file is raise
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,12 +82,15 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+Comparison = Annotated[Fires, Parse(fires, what='a comparison, as ">= 0.85"')]
+
+
 class RuleForm(Struct, frozen=True, kw_only=True):
     """A rule as it stands in a file. `at` is its key path there."""
 
     id: Annotated[str, Parse(_rule_id, text=True)]
     signal: str
-    fires: Annotated[Fires, Parse(fires)]
+    fires: Comparison
     severity: Severity
     number: str | None = None
     window: PositiveDuration | None = None  # s
@@ -104,7 +108,7 @@ class RuleForm(Struct, frozen=True, kw_only=True):
 class RuleOverride(Struct, frozen=True, kw_only=True):
     """One of `rules.override`: what is otherwise than in the rule's file. UNSET: as there."""
 
-    fires: Annotated[Fires, Parse(fires)] | UnsetType = UNSET
+    fires: Comparison | UnsetType = UNSET
     window: PositiveDuration | UnsetType = UNSET
     min_count: int | UnsetType = UNSET
     min_bad: int | UnsetType = UNSET
@@ -458,6 +462,8 @@ def _plain(number: str, what: str) -> float:
     if not re.fullmatch(r"-?" + NUMBER, number):
         digits = re.match(r"-?[0-9]+(\.[0-9]+)?", number)
         raise Unfit(f"{what} takes a plain number, not {cut(number)}", f"write {digits[0] if digits else 'a number'}")
+    if not math.isfinite(float(number)):
+        raise Unfit(f"{what} takes a finite number", "write a smaller one")
     return float(number)
 
 

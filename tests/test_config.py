@@ -171,6 +171,10 @@ def test_c108_misspelt_key_in_tocsin_yaml(tmp_path: Path) -> None:
     [
         "notify:\n  - pagerduty: {routing_key: hunter2hunter2}\n",
         "notify:\n  - pagerduty: hunter2hunter2\n",
+        "notify:\n  - pagerduty: {hunter2hunter2}\n",
+        'notify:\n  - webhook: {url: "htps://hooks.slack.com/services/hunter2hunter2"}\n',
+        'notify:\n  - webhook: {url: "hooks.slack.com/services/hunter2hunter2"}\n',
+        'notify:\n  - webhook: {url: "https:/hooks.slack.com/services/hunter2hunter2"}\n',
         "notify:\n  - pagerduty: {routing_key_file: hunter2hunter2}\n",
         "notify:\n  - pagerduty: {routing_key_env: hunter2hunter2}\n",
         "notify:\n  - pagerduty: {routing_key_file: [hunter2hunter2]}\n",

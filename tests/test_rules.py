@@ -217,7 +217,7 @@ def test_comparisons(signal: str, fires: str, want: tuple[str, float, str | None
         ("queue_age", "'> 0.5 slo.ttft_p99'", "is not a comparison"),
         ("queue_age", "'> 0.5 *'", "is not a comparison"),
         ("queue_age", "'> 500ms * slo.ttft_p99'", "the factor before slo.* takes a plain number, not 500ms"),
-        ("queue_age", "{a: 1}", "wanted a value, found a mapping"),
+        ("queue_age", "{a: 1}", "wanted a comparison, as \">= 0.85\", found a mapping"),
     ],
 )
 def test_comparisons_that_are_none(signal: str, fires: str, said: str, tmp_path: Path) -> None:
