@@ -6,7 +6,7 @@
         server.fault("hang")                        # none hang reset close truncate drip drip-headers
         server.stop(); server.start()               # refuses, then listens on the same port again
 
-    with PageServer.replay("x.jsonl.gz", factor=10) as server: ...      # a recording, ten times as fast
+    with PageServer.replay("x.jsonl.gz", factor=10) as server: ...      # a recording (.gz or .xz), ten times as fast
 
 By hand: `python -m tests.page_server RECORDING [--factor 10] [--port 8000]`.
 """
@@ -17,6 +17,7 @@ import argparse
 import bisect
 import gzip
 import json
+import lzma
 import socket
 import struct
 import threading
@@ -244,7 +245,7 @@ class _Replay:
     """A recording as a page that moves with the time."""
 
     def __init__(self, path: Path, factor: float) -> None:
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
+        with (lzma if path.suffix == ".xz" else gzip).open(path, "rt", encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
         rows = [row for row in rows if row["target"] != "nvml"]
         self._at = [float(row["t"]) - float(rows[0]["t"]) for row in rows]

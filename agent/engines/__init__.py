@@ -70,9 +70,9 @@ class EngineMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     kind: str
     title: str
-    prefix: str  # its own families start so; they make the build
-    detect: tuple[str, ...]  # any of these families shows the engine
+    prefix: str  # its own families start so; they show the engine and make the build
     quantities: Mapping[str, Quantity]
+    detect: tuple[str, ...] = ()  # families that show the engine, too
     engine_labels: tuple[str, ...] = ()  # the first that a series has tells engines apart
     model_label: str | None = None
     copies: tuple[str, ...] = ()  # labels whose series repeat one number
@@ -172,7 +172,11 @@ def detect(maps: Iterable[EngineMap], families: Collection[str]) -> tuple[Engine
         for impostor in engine_map.impostors:
             if any(normalise(family) in present for family in impostor.families):
                 return None, impostor.means
-        if any(normalise(family) in present for family in engine_map.detect):
+        if any(family.startswith(engine_map.prefix) for family in families):
+            return engine_map, ""
+        names = (alias.name for quantity in engine_map.quantities.values() for alias in quantity.names)
+        known = (*engine_map.detect, *(name for name in names if name.startswith(engine_map.prefix)))
+        if any(normalise(name) in present for name in known):  # in Ray's spelling
             return engine_map, ""
     return None, ""
 
