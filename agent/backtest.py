@@ -29,6 +29,9 @@ from rules import load_rules, severity_of
 HISTOGRAMS = {"ttft": (0.5, 0.99), "itl": (0.5, 0.99), "e2e": (0.99,), "queue_time": (0.99,)}
 
 
+NOT_PROMISED = "no --slo is given: rules that need one are judged by the defaults, and are tickets"
+
+
 class BadRecording(Exception):  # noqa: N818  (it says what is wrong)
     """A file is no recording; the text names file, line and what is wrong."""
 
@@ -135,14 +138,14 @@ def backtest(paths: Sequence[Path], rules_dir: Path | None = None, slo_overrides
 
 
 def slo_of(overrides: Mapping[str, str]) -> Slo:
-    """The service levels of `--slo ttft_p99=500ms`; they count as written. Raises ValueError."""
+    """The service levels of `--slo ttft_p99=500ms`; given ones count as written, defaults page nobody. ValueError."""
     values: dict[str, Any] = {}
     for key, text in overrides.items():
         if key not in Slo.__dataclass_fields__ or key == "written":
             known = ", ".join(k for k in Slo.__dataclass_fields__ if k != "written")
             raise ValueError(f"--slo {key}: unknown; one of {known}")
         values[key] = share(text) if key == "availability" else duration_s(text)
-    return replace(Slo(written=True), **values)
+    return replace(Slo(written=bool(values)), **values)
 
 
 def typical_step_s(rows: Sequence[Row]) -> float:
@@ -255,6 +258,7 @@ def _result(replay: Replay, rows: Sequence[Row], poll_s: float) -> dict[str, Any
         "transitions": replay.transitions,
         "pages": [{"rule": t["rule"], "subject": t["subject"], "at_s": t["at_s"]} for t in paged],
         "signals": replay.node.check()["signals"],
+        "notes": [] if replay.node.setup.slo.written else [NOT_PROMISED],
     }
 
 
