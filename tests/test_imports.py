@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -46,7 +48,7 @@ MAY_IMPORT: dict[str, Row] = {
     # Files of the user's, read once.
     "agent.strict": Row("", "msgspec pathlib yaml"),
     "agent.config": Row("agent.model agent.strict rules", "msgspec os pathlib socket zoneinfo"),
-    "rules": Row("agent.model agent.signals agent.strict", "importlib msgspec pathlib yaml"),
+    "rules": Row("agent.model agent.strict", "msgspec pathlib"),
     "agent.backtest": Row(
         "agent.config agent.engines.pages agent.evaluate agent.exposition agent.model agent.node agent.signals"
         " agent.stats agent.strict agent.windows rules",
@@ -56,7 +58,8 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sources": Row(),
     "agent.sources.engine": Row("agent.engines.pages agent.exposition agent.model agent.sources.fetch", WORLD),
     "agent.sources.fetch": Row("agent.model", WORLD),
-    "agent.sources.nvml": Row("agent.model", WORLD),
+    "agent.sources.nvml": Row("agent.model agent.sources.nvml_values", WORLD),
+    "agent.sources.nvml_values": Row("agent.model", "pynvml"),
     "agent.notifiers": Row(
         "agent.config agent.model agent.notifiers.alertmanager agent.notifiers.channel agent.notifiers.heartbeat"
         " agent.notifiers.webhook"
@@ -70,17 +73,25 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.web": Row(),
     "agent.web.app": Row("agent.model agent.strict agent.web.metrics", "msgspec secrets structlog"),
     "agent.web.metrics": Row("agent.model", "prometheus_client"),
-    "agent.web.server": Row("agent.web.app", WORLD),
+    "agent.web.server": Row("", WORLD),
     "agent.sdnotify": Row("", "os socket time"),
     "agent.client": Row("", "http pathlib socket"),
-    "agent.loop": Row("agent.model agent.node agent.store agent.web.metrics agent.windows", WORLD),
+    "agent.loop": Row(
+        "agent.model agent.node agent.notifiers agent.outbox agent.store agent.web.metrics agent.windows", WORLD
+    ),
+    "agent.daemon": Row(
+        "agent.config agent.loop agent.model agent.node agent.notifiers agent.outbox agent.sdnotify agent.signals"
+        " agent.sources.engine agent.sources.nvml agent.store agent.strict agent.web.app agent.web.server rules",
+        WORLD,
+    ),
     # The command line, which no daemon imports.
+    "agent.oneshot": Row("agent.config agent.daemon agent.loop agent.model agent.node agent.windows", "time"),
     "agent.record": Row("agent.model", WORLD),
     "agent.show": Row("agent.words", "rich shutil"),
     "agent.__main__": Row(
         "agent.backtest agent.client agent.config agent.model agent.oneshot agent.record agent.show agent.signals"
-        " agent.sources.nvml agent.strict agent.web.app agent.words rules",
-        "os pathlib signal sys threading typer",
+        " agent.sources.nvml agent.strict agent.words rules",
+        "msgspec os pathlib signal sys threading typer",
     ),
     "runbooks": Row(),
     "drills": Row(),
@@ -88,6 +99,7 @@ MAY_IMPORT: dict[str, Row] = {
 # What only an edge may do: ask what time it is. Everybody else is told.
 CLOCK_READERS = {
     "agent.loop": "the tick",
+    "agent.daemon": "hands the clock to the outbox and the web threads",
     "agent.oneshot": "a check without a running agent",
     "agent.record": "stamps what it records",
     "agent.store": "names a damaged file that it moves aside",
@@ -163,6 +175,28 @@ def test_only_what_the_table_allows(module: str) -> None:
 def test_only_edges_read_the_clock(module: str) -> None:
     """A suspended host: what asked the clock by itself saw nine hours of breach, what counted watched time none."""
     assert clock_calls(FILES[module].read_text()) == []
+
+
+def test_no_row_outlives_its_module() -> None:
+    """A permission nobody uses is the first one to be used wrongly."""
+    assert sorted(MAY_IMPORT.keys() - FILES.keys()) == []
+    assert sorted(CLOCK_READERS.keys() - FILES.keys()) == []
+
+
+def test_the_daemon_stays_small() -> None:
+    """A table for people, drawn by a library, stood in the daemon's memory for ever."""
+    script = (
+        "import runpy, sys\n"
+        "sys.argv = ['agent.daemon', '--help']\n"
+        "try: runpy.run_module('agent.daemon', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "print(*sorted(name for name, module in sys.modules.items() if module), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = done.stderr.split()
+    assert "agent.loop" in loaded, done.stdout
+    unwanted = {"agent.__main__", "agent.show", "agent.record", "click", "flask", "hypothesis", "pytest", "typer"}
+    assert sorted(unwanted.intersection(loaded)) == []
 
 
 @pytest.mark.parametrize(
