@@ -60,7 +60,7 @@ def start(shared: Reader, tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def without_library(tmp_path: Path) -> Iterator[Reader]:
-    """A machine without NVIDIA's library, also where the tests run on one that has it: what is found cannot be loaded."""
+    """A machine without NVIDIA's library, also where there is one: what the linker finds first cannot be loaded."""
     (tmp_path / "libnvidia-ml.so.1").write_text("no library")
     reader = Reader(library=tmp_path)
     reader.begin({"gpus": []}, tmp_path)
@@ -169,6 +169,11 @@ def test_c044_an_unsupported_value_costs_itself_alone(start: Start) -> None:
         assert seen.codes(1) == {"value"}
     assert reader.calls("nvmlDeviceGetTemperatureV", 0) == reader.calls("nvmlDeviceGetTemperature", 0) == 1
     assert reader.calls("nvmlDeviceGetTemperatureV", 1) == 2
+    (found,) = (found for found in second.gpu(0).found if found.name == "gpu_temp_c")
+    assert (found.how, found.why) == (
+        None,
+        "this card or driver does not tell it (nvmlDeviceGetTemperatureV, nvmlDeviceGetTemperature)",
+    )
 
 
 def test_c046_unified_memory_has_no_size(start: Start) -> None:
@@ -507,6 +512,17 @@ def test_nvmlinit_that_hangs(start: Start) -> None:
     assert seen.batch.gpus is None
     assert (seen.batch.error or "").startswith("nvmlInit has not returned for ")
     until(lambda: reader.read().batch.error is None)
+
+
+def test_a_handle_that_hangs_at_the_start(start: Start) -> None:
+    """One GPU hangs while its handle is opened: those before it are read, and later those after it too."""
+    reader = start(node({}, {"hangs": {"nvmlDeviceGetHandleByIndex": 0.4}}, {}), deadline_s=0.3)
+    first = reader.read()
+    until(lambda: len(reader.read().batch.gpus or ()) == 3)
+
+    assert [gpu.index for gpu in first.batch.gpus or ()] == [0]
+    assert first.codes(0) == {"value"}
+    assert (first.batch.error or "").startswith("nvmlDeviceGetHandleByIndex of GPU 1 has not returned for ")
 
 
 def test_close_does_not_wait_for_a_call_that_hangs(tmp_path: Path) -> None:

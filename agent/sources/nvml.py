@@ -116,6 +116,7 @@ class _Driver:
         self._pci = pci
         self._started = False
         self._count: int | None = None
+        self._handles: dict[int, Any] = {}
         self._gpus: dict[int, Gpu] = {}
         self._failed: dict[int, tuple[Why, str]] = {}  # index -> why its handle could not be opened
         self._known: dict[str, GpuFacts] = {}
@@ -158,6 +159,7 @@ class _Driver:
             return
         self._started = False
         self._count = None
+        self._handles.clear()
         self._gpus.clear()
         self._failed.clear()
         self._reopen_at = None
@@ -211,7 +213,10 @@ class _Driver:
 
     def _open(self, job: _Job, index: int) -> Gpu:
         whose = f" of GPU {index}"
-        handle = job.call("nvmlDeviceGetHandleByIndex", whose, index)
+        # This sets the GPU up, which takes seconds without persistence mode: what came too late is not asked for again.
+        handle = self._handles.get(index)
+        if handle is None:
+            handle = self._handles[index] = job.call("nvmlDeviceGetHandleByIndex", whose, index)
         uuid = text_of(job.call("nvmlDeviceGetUUID", whose, handle))
         try:
             name = text_of(job.call("nvmlDeviceGetName", whose, handle))

@@ -7,6 +7,7 @@ Exit status: 0 all agree, nothing on the GPU changed and every handle was let go
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -102,8 +103,8 @@ def open_handles() -> list[str]:
 def main() -> int:
     source = NvmlSource(deadline_s=10.0)
     batch = source.read(time.time())
-    if not batch.gpus:
-        print(batch.error or source.note)
+    if not batch.gpus or shutil.which("nvidia-smi") is None:
+        print(batch.error or source.note if not batch.gpus else "nvidia-smi is not on PATH: nothing to compare with")
         return 2
     before = {(gpu.uuid, query): ask_smi(gpu.uuid, query) for gpu in batch.gpus for query in SETTINGS}
     walls, began_cpu = [], time.process_time()
