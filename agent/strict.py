@@ -26,6 +26,7 @@ MAX_VALUES = 20_000  # after aliases are followed: an alias bomb of 1 KB means 1
 MAX_DEPTH = 40
 MAX_FAULTS = 100
 SHOWN_CHARS = 60
+MAX_LISTED = 25  # known words in one remedy
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 10 x faster where libyaml is built in
 _TAGS = frozenset(
@@ -146,8 +147,9 @@ def did_you_mean(word: str, known: Iterable[str], what: str = "known") -> str:
     near = nearest(word, names)
     if near:
         return f"did you mean {near}?"
-    listed = ", ".join(names[:30]) + (", …" if len(names) > 30 else "")
-    return f"{what}: {listed or 'none'}"
+    if len(names) > MAX_LISTED:
+        return f"none of the {len(names)} {what} is near; `tocsin rules list` shows them"
+    return f"{what}: {', '.join(names) or 'none'}"
 
 
 # ---- quantities ----
