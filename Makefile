@@ -40,9 +40,8 @@ heavy: setup-dev  ## the heavier tests: minutes, root, a real Prometheus and Ale
 	$(BIN)/python -m pytest -m heavy
 
 bench: setup-dev  ## what bench/ measures, one after the other
-	@for script in bench/*.py; do [ -e "$$script" ] || continue; \
-		case "$$script" in */_*) continue;; esac; \
-		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+	@for script in $(filter-out __init__,$(basename $(notdir $(wildcard bench/*.py)))); do \
+		echo "== python -m bench.$$script"; $(BIN)/python -m bench.$$script || exit 1; done
 
 clean:  ## remove .venv and the caches (not the state of `make run`)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
