@@ -1,0 +1,457 @@
+"""The command line. What a command needs is imported when it runs, so that `tocsin check` answers at once.
+
+The daemon never imports this: `tocsin run` replaces this process by it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from agent.config import Config
+    from agent.model import Rule
+    from agent.show import Report
+    from agent.strict import Fault
+    from rules import RuleSet
+
+EXIT_OF = {"healthy": 0, "ticket": 1, "page": 2, "unknown": 3}
+USAGE, UNKNOWN, INTERRUPTED = 2, 3, 130
+
+ROOT = Path(__file__).resolve().parents[1]
+
+app = typer.Typer(
+    name="tocsin",
+    help="Watch a GPU node that serves LLMs, and page one person when it breaks.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+rules_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(config_app, name="config", help="`config check`: every fault in configuration and rules.")
+app.add_typer(rules_app, name="rules", help="`rules list`: what fires, how loud, and what to do.")
+
+CONFIG_HELP = "Configuration [default: /etc/tocsin/tocsin.yaml if it is there, else built-in defaults]."
+ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help=CONFIG_HELP)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
+
+
+class Failure(Exception):  # noqa: N818  (it ends the command)
+    """A sentence for stderr that says what to do next, and the exit code."""
+
+    def __init__(self, message: str, code: int = USAGE) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+# ---- what commands share ----
+
+
+@app.callback()
+def remember_config(context: typer.Context, config: ConfigFile = None) -> None:
+    """Watch a GPU node that serves LLMs, and page one person when it breaks."""
+    context.obj = config
+
+
+def chosen(context: typer.Context, config: Path | None) -> Path | None:
+    """The file of --config, after the command or before it."""
+    return config or context.find_root().obj
+
+
+def load(path: Path | None) -> Config:
+    """The configuration; all its faults as one Failure."""
+    from agent.config import ConfigErrors, load_config
+
+    try:
+        return load_config(path, os.environ)
+    except ConfigErrors as errors:
+        raise Failure(f"{errors}\n{_count(errors.faults)}; `tocsin config check` looks again") from errors
+
+
+def rules_of(settings: Config) -> RuleSet:
+    """The rules that a configuration makes. Raises ConfigErrors."""
+    from agent.config import rules_for
+    from agent.signals import SIGNALS
+
+    return rules_for(settings, {name: spec for name, (spec, _) in SIGNALS.items()})
+
+
+def as_far_as_readable(path: Path) -> Config:
+    """A faulty configuration with defaults in its faulty places: only for finding the faults of its rules as well."""
+    import msgspec
+
+    from agent.config import Config
+    from agent.strict import Decoded, Places
+    from agent.strict import load as read
+
+    decoded: Decoded[Config] = read(path, Config)
+    if decoded.value is None:
+        return Config()
+    rules = msgspec.structs.replace(decoded.value.rules, places=Places(decoded.file, decoded.lines))
+    return msgspec.structs.replace(Config(), rules=rules)
+
+
+def _count(faults: Sequence[object]) -> str:
+    return f"{len(faults)} fault{'s' if len(faults) != 1 else ''}"
+
+
+def seconds(option: str, text: str, *, least_s: float = 0.0) -> float:
+    """A duration from the command line."""
+    from agent.strict import Unfit, duration_s
+
+    try:
+        found = duration_s(text)
+    except Unfit as fault:
+        raise Failure(f"{option} {text}: {fault}") from fault
+    if found < least_s:
+        raise Failure(f"{option} {text} is too short; the least is {least_s:g}s")
+    return found
+
+
+def write(text: str) -> None:
+    """Text to stdout. A reader that has gone (`| head`) is no fault, and does not change the exit code."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still buffered would be written, and fail, once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def emit(answer: object, as_json: bool, report: Callable[[], Report]) -> None:
+    """An answer as JSON, or as a report for people."""
+    if as_json:
+        import msgspec
+
+        write(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n")  # NaN becomes null
+        return
+    from agent.show import plain, show
+
+    if sys.stdout.isatty():
+        try:
+            show(report(), sys.stdout)
+        except BrokenPipeError:
+            write("")
+    else:
+        write(plain(report()))
+
+
+class Progress:
+    """Lines on stderr; on a terminal one that need not stay is overwritten by the next, elsewhere it is left out."""
+
+    def __init__(self) -> None:
+        self._open = False
+
+    def __call__(self, line: str, *, lasting: bool = False) -> None:
+        """Show a line, in place of the one before if that was not lasting."""
+        from agent.show import clean
+
+        line = clean(line)
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[K{line}" + ("\n" if lasting else ""))
+        elif lasting:
+            sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+        self._open = not lasting
+
+    def done(self) -> None:
+        """Take away the line that is open."""
+        if self._open and sys.stderr.isatty():
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def ask_agent(settings: Config, url: str) -> Any:
+    """The running agent's answer. Raises agent.client.NotRunning; what else goes wrong is a Failure, unknown."""
+    from agent.client import AgentError, NotPermitted, ask
+
+    try:
+        return ask(settings.socket, url)
+    except NotPermitted:
+        raise
+    except AgentError as error:
+        raise Failure(f"tocsin: {error}", UNKNOWN) from error
+
+
+# ---- commands ----
+
+
+@app.command()
+def run(context: typer.Context, config: ConfigFile = None) -> None:
+    """Run the monitoring daemon in the foreground."""
+    path = chosen(context, config)
+    # -P: a folder named `agent` where this was called from must not be taken for ours.
+    command = [sys.executable, "-P", "-m", "agent.daemon", *(["--config", str(path)] if path else [])]
+    environment = dict(os.environ)
+    if not {"site-packages", "dist-packages"} & set(ROOT.parts):  # from a checkout, which -P would not find
+        known = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([known] if known else [])])
+    os.execve(sys.executable, command, environment)  # noqa: S606  (no shell is what is wanted)
+
+
+@app.command()
+def check(
+    context: typer.Context,
+    watch_for: Annotated[str, typer.Option(metavar="SPAN", help="How long to sample where no agent runs.")] = "15s",
+    show_all: Annotated[bool, typer.Option("--all", help="Every signal of every subject in a row of its own.")] = False,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell whether my deployment is healthy: the ten, then the rest.
+
+    Asks the running agent; where none runs, samples by itself. Exit 0 healthy, 1 ticket, 2 page, 3 unknown.
+    """
+    from agent.client import NotPermitted, NotRunning
+
+    watch_s = seconds("--watch-for", watch_for)
+    settings = load(chosen(context, config))
+    try:
+        answer = ask_agent(settings, "/check")
+    except (NotRunning, NotPermitted) as absent:
+        answer = _sample(settings, watch_s, absent)
+
+    def report() -> Report:
+        from agent.show import check_report
+
+        return check_report(answer, show_all=show_all)
+
+    emit(answer, as_json, report)
+    raise typer.Exit(EXIT_OF[answer["verdict"]])
+
+
+def _sample(settings: Config, watch_s: float, absent: Exception) -> Any:
+    """The same as the agent's answer, by looking for ourselves for a while."""
+    from agent.client import NotRunning
+    from agent.oneshot import sample
+
+    progress = Progress()
+    why = f"no agent answers on {settings.socket}" if isinstance(absent, NotRunning) else str(absent)
+    progress(f"tocsin: {why}; sampling for myself, {watch_s:g} s", lasting=True)
+    answer = sample(settings, watch_s, progress)
+    progress.done()
+    return answer
+
+
+@app.command()
+def doctor(
+    context: typer.Context,
+    urls: Annotated[list[str] | None, typer.Argument(metavar="[URL]...", help="Engines to look at instead.")] = None,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell how each number is had, or why not and what to do.
+
+    Exit 0, or 3 where a required number is missing, or there is nothing to look at.
+    """
+    from agent.client import NotPermitted, NotRunning
+    from agent.show import doctor_report, is_missing
+
+    settings = load(chosen(context, config))
+    try:
+        answer = _look(settings, urls) if urls else ask_agent(settings, "/doctor")
+    except (NotRunning, NotPermitted):
+        answer = _look(settings, [])
+    emit(answer, as_json, lambda: doctor_report(answer))
+    parts = [*answer["targets"], *answer["gpus"]]
+    failed = any(part.get("error") for part in [*parts, *answer["sources"]])
+    missing = any(is_missing(found) for part in parts for found in part.get("found") or ())
+    raise typer.Exit(UNKNOWN if failed or missing or not parts else 0)
+
+
+def _look(settings: Config, urls: Sequence[str]) -> Any:
+    from agent.oneshot import doctor as look
+
+    return look(settings, urls)
+
+
+@app.command()
+def alerts(context: typer.Context, config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """List current and past alerts.
+
+    Exit 3 where no agent answers.
+    """
+    from agent.client import NotPermitted, NotRunning
+
+    settings = load(chosen(context, config))
+    try:
+        answer = ask_agent(settings, "/alerts")
+    except (NotRunning, NotPermitted) as absent:
+        raise Failure(f"tocsin: {absent}", UNKNOWN) from absent
+
+    def report() -> Report:
+        from agent.show import alerts_report
+
+        return alerts_report(answer)
+
+    emit(answer, as_json, report)
+
+
+@app.command()
+def record(
+    context: typer.Context,
+    urls: Annotated[list[str], typer.Argument(metavar="URL...", help="Engines, as http://127.0.0.1:8000.")],
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Where to, as node.jsonl.gz.")],
+    every: Annotated[str, typer.Option(metavar="SPAN", help="Time between two scrapes.")] = "1s",
+    span: Annotated[str, typer.Option("--for", metavar="SPAN", help="How long; Ctrl-C ends it earlier.")] = "10m",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    config: ConfigFile = None,
+) -> None:
+    """Record what engines and GPUs tell, for `tocsin backtest`."""
+    from agent import record as recorder
+
+    every_s, for_s = seconds("--every", every, least_s=0.1), seconds("--for", span)
+    settings = load(chosen(context, config))
+    stop = threading.Event()
+    for wish in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # No exception out of nowhere: it could tear the compressed stream between two bytes.
+        signal.signal(wish, lambda *_: stop.set())
+    progress = Progress()
+    try:
+        pages = [recorder.page_url(url) for url in urls]
+        readers = [recorder.scraper(page, timeout_s=max(5.0, every_s)) for page in pages]
+        if settings.nvml != "off":
+            from agent.sources.nvml import NvmlSource
+
+            readers.append(recorder.gpu_reader(NvmlSource()))
+        with recorder.recording(out, force=force) as write_row:
+            tally = recorder.record(readers, write_row, stop, progress, every_s=every_s, for_s=for_s)
+    except recorder.CannotRecord as fault:
+        raise Failure(f"tocsin: {fault}") from fault
+    failed = "".join(f", {count} of {target} failed" for target, count in tally.failed.items())
+    progress(f"{out}: {tally.rows} rows{failed}. Next: tocsin backtest {out}", lasting=True)
+
+
+@app.command()
+def backtest(
+    context: typer.Context,
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Recordings of `tocsin record`.")],
+    rules: Annotated[Path | None, typer.Option(metavar="DIR", help="Rules besides the built-in ones.")] = None,
+    slo: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="As ttft_p99=500ms.")] = None,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run the rules over a recording: what would have paged."""
+    from agent.backtest import BadRecording
+    from agent.backtest import backtest as replay
+    from agent.show import backtest_report
+    from agent.strict import ConfigErrors, Unfit
+
+    chosen(context, config)
+    # `--slo a=1 b=2`: what follows the first is a FILE to the parser
+    levels = [*(slo or ()), *(word for word in files if "=" in word and not Path(word).exists())]
+    paths = [Path(word) for word in files if word not in levels]
+    if not paths:
+        raise Failure("tocsin: no recording is named; `tocsin record URL -o FILE` makes one")
+    if wrong := [word for word in levels if "=" not in word]:
+        raise Failure(f"tocsin: --slo {wrong[0]} is not NAME=VALUE; write --slo ttft_p99=500ms")
+    try:
+        answer = replay(paths, rules, dict(word.split("=", 1) for word in levels))
+    except (BadRecording, ConfigErrors, Unfit, ValueError) as fault:
+        raise Failure(f"tocsin: {fault}") from fault
+    emit(answer, as_json, lambda: backtest_report(answer))
+
+
+@config_app.command("check")
+def config_check(context: typer.Context, config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """Find every fault in configuration and rules, with file and line. Exit 0, or 2."""
+    from dataclasses import asdict
+
+    from agent.config import DEFAULT_PATH, load_config
+    from agent.strict import ConfigErrors
+
+    path = chosen(context, config)
+    faults: list[Fault] = []
+    notes: list[str] = []
+    settings = None
+    try:
+        settings = load_config(path, os.environ)
+    except ConfigErrors as errors:
+        faults += errors.faults
+    try:
+        ruleset = rules_of(settings or as_far_as_readable(path or DEFAULT_PATH))
+        notes = [f"{len(ruleset.rules)} rules, {len(ruleset.disabled)} disabled", *ruleset.notes]
+    except ConfigErrors as errors:
+        faults += errors.faults
+    if as_json:
+        emit({"ok": not faults, "faults": [asdict(fault) for fault in faults], "notes": notes}, True, list)
+    elif faults:
+        sys.stderr.write("".join(f"{fault}\n" for fault in faults) + f"{_count(faults)}\n")
+    else:
+        name = path or (DEFAULT_PATH if DEFAULT_PATH.exists() else f"No {DEFAULT_PATH}, built-in defaults")
+        write("\n".join([f"{name}: no fault", *notes]) + "\n")
+    raise typer.Exit(USAGE if faults else 0)
+
+
+@rules_app.command("list")
+def rules_list(context: typer.Context, config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """List the rules: what fires, for how long, how loud, and what to do."""
+    from agent.signals import SIGNALS
+    from agent.strict import ConfigErrors
+
+    settings = load(chosen(context, config))
+    try:
+        ruleset = rules_of(settings)
+    except ConfigErrors as errors:
+        raise Failure(f"{errors}\n{_count(errors.faults)}; `tocsin config check` looks again") from errors
+    rows = [_rule_row(rule, SIGNALS[rule.signal][0].unit) for rule in ruleset.rules]
+
+    def report() -> Report:
+        from agent.show import rules_report
+
+        return rules_report(rows)
+
+    emit(rows, as_json, report)
+
+
+def _rule_row(rule: Rule, unit: str) -> dict[str, Any]:
+    from agent.words import quantity
+
+    limit = f"{rule.factor:g} × slo.{rule.slo}" if rule.slo else quantity(rule.factor, unit)
+    limit = limit.removeprefix("1 × ") if rule.slo else limit
+    return {
+        "id": rule.id,
+        "number": rule.number,
+        "severity": rule.severity,
+        "fires": f"{rule.op} {limit}",
+        "for_s": rule.for_s,
+        "keep_s": rule.keep_s,
+        "window_s": rule.window_s,
+        "signal": rule.signal,
+        "required": rule.required,
+        "causes": list(rule.causes),
+        "action": rule.action,
+        "where": rule.where,
+    }
+
+
+# ---- the entry point ----
+
+
+def main() -> NoReturn:
+    """The command `tocsin`. No fault of the user's ends in a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ≥ and ° gets ?, not a traceback
+    code = 0
+    try:
+        app(prog_name="tocsin")
+    except Failure as failure:
+        sys.stderr.write(f"{failure}\n")
+        code = failure.code
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""`tocsin record`: what engines and GPUs tell, scrape by scrape, into a file for `tocsin backtest`.
+
+gzip JSON lines `{"t": unix seconds, "target": URL, "body": text or null}`; with NVML also `{"t", "target": "nvml",
+"gpus": [{"uuid", "index", "name", "bdf", "limit_c", "values": {name: number}, "gaps": {name: [code, why]}}]}`. A row
+without a body or with failed GPUs says why in "error". Names in "values" are those of agent.model.SAMPLES.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit, urlunsplit
+
+import requests
+
+from agent.model import Batch, Sample, Source
+
+CONNECT_S = 3.0
+MAX_BYTES = 32 * 1024 * 1024  # of one page
+ACCEPT = "text/plain;version=0.0.4;q=1, */*;q=0.1"
+NVML = "nvml"
+Row = Mapping[str, Any]
+Read = Callable[[float], Row | None]  # unix seconds -> a row; None: nothing to write down
+
+
+class CannotRecord(Exception):  # noqa: N818  (it says what happened)
+    """The file cannot be written, or a URL is none; the text says why and what to do."""
+
+
+class Tell(Protocol):
+    """Progress for a person: a line that stays, or one that the next may overwrite."""
+
+    def __call__(self, line: str, *, lasting: bool) -> None: ...
+
+
+@dataclass
+class Tally:
+    """What was written: rows, and by target how many scrapes failed, and why the last one did (None: it did not)."""
+
+    rows: int = 0
+    failed: dict[str, int] = field(default_factory=dict)
+    last_error: dict[str, str | None] = field(default_factory=dict)
+
+
+def page_url(text: str) -> str:
+    """The whole URL of a /metrics page: `host:8000` and `http://host:8000` get http and /metrics, others stay.
+
+    Raises:
+        CannotRecord: it is no http(s) URL.
+    """
+    whole = text if "://" in text else f"http://{text}"
+    try:
+        url = urlsplit(whole)
+        _ = url.port
+    except ValueError as fault:
+        raise CannotRecord(f"{text!r} is not a URL ({fault}); write http://127.0.0.1:8000") from fault
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise CannotRecord(f"{text!r} is not an http(s) URL; write http://127.0.0.1:8000")
+    return urlunsplit(url._replace(path="/metrics" if url.path in ("", "/") else url.path, fragment=""))
+
+
+def target_of(url: str) -> str:
+    """What a page's rows are called: its URL without /metrics, and without user, password and query (secrets)."""
+    parts = urlsplit(url)
+    netloc = parts.netloc.rpartition("@")[2]
+    return urlunsplit((parts.scheme, netloc, parts.path.removesuffix("/metrics"), "", ""))
+
+
+def scraper(url: str, timeout_s: float) -> Read:
+    """A function that reads one page with one connection kept open. A failure is a row with body null."""
+    session = requests.Session()
+    session.trust_env = False  # an engine of this network is not asked through a proxy
+    target = target_of(url)
+
+    def body() -> str:
+        timeouts = (CONNECT_S, timeout_s)
+        gives_up_at = time.monotonic() + CONNECT_S + timeout_s  # a page that trickles never times out by itself
+        with session.get(url, headers={"Accept": ACCEPT}, timeout=timeouts, stream=True) as reply:
+            if reply.status_code != requests.codes.ok:
+                raise requests.RequestException(f"HTTP {reply.status_code}")
+            page = bytearray()
+            for part in reply.iter_content(65536):
+                page += part
+                if len(page) > MAX_BYTES:
+                    raise requests.RequestException(f"over {MAX_BYTES // 2**20} MiB")
+                if time.monotonic() > gives_up_at:
+                    raise requests.Timeout
+        return page.decode("utf-8", "replace")
+
+    def read(now: float) -> Row:
+        row: dict[str, Any] = {"t": round(now, 3), "target": target, "body": None}
+        try:
+            row["body"] = body()
+        except requests.RequestException as fault:
+            row["error"] = _brief(fault)
+        return row
+
+    return read
+
+
+def _brief(fault: requests.RequestException) -> str:
+    if isinstance(fault, requests.Timeout):
+        return "no answer in time"
+    reason = getattr(fault.args[0] if fault.args else fault, "reason", fault)
+    text = str(reason).rpartition(": ")[2] if isinstance(fault, requests.ConnectionError) else str(fault)
+    return text[:200]
+
+
+def gpu_reader(source: Source) -> Read:
+    """A function that reads all GPUs; None where there are none."""
+
+    def read(now: float) -> Row | None:
+        batch = source.read(now)
+        return gpu_row(batch) if batch.gpus or batch.error else None
+
+    return read
+
+
+def gpu_row(batch: Batch) -> Row:
+    """A batch of the NVML source as a row."""
+    gpus = []
+    for gpu in batch.gpus or ():
+        own = [reading for reading in batch.readings if reading.subject == gpu.uuid]
+        values = {r.name: r.value for r in own if isinstance(r, Sample)}
+        gaps = {r.name: [r.code.value, r.why] for r in own if not isinstance(r, Sample)}
+        who = {"uuid": gpu.uuid, "index": gpu.index, "name": gpu.name, "bdf": gpu.bdf, "limit_c": gpu.limit_c}
+        gpus.append({**who, "values": values, "gaps": gaps})
+    error = {"error": batch.error} if batch.error else {}
+    return {"t": round(batch.at, 3), "target": NVML, "gpus": gpus, **error}
+
+
+@contextmanager
+def recording(path: Path, *, force: bool) -> Iterator[Callable[[Row], None]]:
+    """The file, as a function that writes a row.
+
+    Every row is flushed through the compressor to the file, so `kill -9` costs at most the row being written.
+
+    Raises:
+        CannotRecord: the file is there already (without `force`), or cannot be written.
+    """
+    try:
+        with path.open("wb" if force else "xb") as file, gzip.GzipFile(fileobj=file, mode="wb", filename="") as packed:
+            yield lambda row: _write(packed, row)
+    except FileExistsError as fault:
+        raise CannotRecord(f"{path} is there already; choose another name, or --force to overwrite it") from fault
+    except OSError as fault:
+        raise CannotRecord(f"{path}: {fault.strerror or fault}; choose a place with room that is yours") from fault
+
+
+def _write(packed: gzip.GzipFile, row: Row) -> None:
+    packed.write(json.dumps(row, ensure_ascii=False, separators=(", ", ": ")).encode() + b"\n")
+    packed.flush()
+
+
+def record(
+    readers: Sequence[Read],
+    write: Callable[[Row], None],
+    stop: threading.Event,
+    tell: Tell,
+    *,
+    every_s: float,
+    for_s: float,
+) -> Tally:
+    """Let each reader read in a thread of its own every `every_s`, and write its rows, for `for_s` or until `stop`.
+
+    A read that takes longer than `every_s` skips the beats that it missed: a late page is part of the truth.
+    """
+    rows: queue.SimpleQueue[Row] = queue.SimpleQueue()
+    tally = Tally()
+    started = time.monotonic()
+    for n, read in enumerate(readers):
+        # Daemons: a scrape that hangs must not keep the program from ending.
+        threading.Thread(target=_beat, args=(read, rows, stop, every_s), name=f"record {n}", daemon=True).start()
+    while not stop.is_set() and (left_s := started + for_s - time.monotonic()) > 0:
+        _take(rows, write, tally, tell, wait_s=min(left_s, 0.2))
+        failed = sum(tally.failed.values())
+        tell(f"{time.monotonic() - started:.0f} of {for_s:.0f} s, {tally.rows} rows, {failed} failed", lasting=False)
+    stop.set()
+    while not rows.empty():
+        _take(rows, write, tally, tell, wait_s=0.0)
+    return tally
+
+
+def _beat(read: Read, rows: queue.SimpleQueue[Row], stop: threading.Event, every_s: float) -> None:
+    next_at = time.monotonic()
+    while not stop.is_set():
+        row = read(time.time())
+        if row is not None:
+            rows.put(row)
+        now = time.monotonic()
+        next_at += every_s * (1 + max(0.0, now - next_at) // every_s)
+        stop.wait(max(0.0, next_at - now))
+
+
+def _take(rows: queue.SimpleQueue[Row], write: Callable[[Row], None], tally: Tally, tell: Tell, wait_s: float) -> None:
+    try:
+        row = rows.get(timeout=wait_s) if wait_s else rows.get_nowait()
+    except queue.Empty:
+        return
+    write(row)
+    tally.rows += 1
+    target, error = str(row["target"]), row.get("error")
+    if error is not None:
+        tally.failed[target] = tally.failed.get(target, 0) + 1
+    if tally.last_error.get(target) != error:
+        tell(f"{target}: {error or 'answers again'}", lasting=True)
+        tally.last_error[target] = error

@@ -1,0 +1,387 @@
+"""What the command line prints for people: pure functions from an answer to lines and tables, and one that prints them.
+
+On a terminal rich draws (colours, folding, what does not fit is left out by rank); elsewhere it is plain aligned text,
+whole, so that grep and awk see everything. rich is imported only for a terminal.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal, TextIO
+
+from agent.words import quantity, span
+
+Answer = Mapping[str, Any]
+NOTHING = "–"
+RANK = {"page": 0, "ticket": 1, "info": 2}
+LOUD = ("BREACH", "PENDING")
+STYLES = {
+    "OK": "green",
+    "PENDING": "yellow",
+    "BREACH": "bold red",
+    "UNKNOWN": "bold magenta",
+    "IDLE": "dim",
+    "N/A": "dim",
+    "MISSING": "bold magenta",
+    "pending": "yellow",
+    "firing": "bold red",
+    "resolved": "green",
+    "inactive": "dim",
+    "page": "bold red",
+    "ticket": "yellow",
+}
+VERDICT_STYLES = {"HEALTHY": "bold green", "TICKET": "bold yellow", "PAGE": "bold red", "UNKNOWN": "bold magenta"}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column's head; `drop`: columns with the largest number go first where the terminal is narrow, 0 stays."""
+
+    head: str
+    drop: int = 0
+    right: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text under columns. The last column may be folded, the others never are."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+
+
+Report = list[Table | str]
+
+
+# ---- numbers and times, as people write them ----
+
+
+def clean(text: object) -> str:
+    """Text in one line without control characters: an engine's page must not steer the terminal that shows it."""
+    return "".join(c if c.isprintable() else "�" for c in re.sub(r"\s+", " ", str(text)))
+
+
+def duration(seconds: float) -> str:
+    """A duration as the configuration has it: 10s, 5m, 2h, 90s."""
+    for size, word in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size and seconds % size == 0:
+            return f"{seconds / size:.0f}{word}"
+    return f"{seconds:g}s"
+
+
+def moment(at: float | None) -> str:
+    """A time of day with its date, in local time."""
+    return NOTHING if at is None else datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+# ---- tocsin check ----
+
+
+CHECK_COLUMNS = (
+    Column("#", drop=3),
+    Column("RULE"),
+    Column("STATE"),
+    Column("VALUE", right=True),
+    Column("LIMIT", right=True),
+    Column("SUBJECT", drop=1),
+    Column("AGE", drop=4, right=True),
+    Column("METHOD", drop=5),
+    Column("WHY"),
+)
+
+
+def place(signal: Answer) -> tuple[int, int, str]:
+    """Where a signal stands in the list: H1 to H10, then the rest by letter and number, then what has no number."""
+    found = re.fullmatch(r"([A-Z]+)([0-9]+)", signal.get("number") or "")
+    if not found:
+        return (9, 0, str(signal.get("rule")))
+    return ("HMLUK".find(found[1]) if found[1] in "HMLUK" else 8, int(found[2]), "")
+
+
+def _is_ten(signal: Answer) -> bool:
+    return place(signal)[0] == 0
+
+
+def _why(signal: Answer, value: str) -> str:
+    """Why there is no value, or what was measured where that says more than the value."""
+    told = signal.get("why") or signal.get("text") or ""
+    return "" if told == value else str(told)
+
+
+def _row(signals: Sequence[Answer]) -> list[str]:
+    """One row for one signal, or for several of one rule that are in the same quiet state."""
+    first = signals[0]
+    unit = first.get("unit") or ""
+    values = sorted(s["value"] for s in signals if s.get("value") is not None)
+    shown = quantity(values[0], unit) if values else NOTHING
+    if len(values) > 1 and quantity(values[-1], unit) != shown:
+        shown = f"{shown} to {quantity(values[-1], unit)}"
+    ages = [s["age_s"] for s in signals if s.get("age_s") is not None]
+    subject = first["subject"] if len(signals) == 1 else f"{len(signals)} subjects"
+    methods = ", ".join(dict.fromkeys(s.get("method") or "" for s in signals))
+    limit = quantity(first.get("limit"), unit)
+    age = span(max(ages)) if ages else NOTHING
+    why = _why(first, shown) if len(signals) == 1 else first.get("why") or ""
+    cells = (first.get("number") or "", first["rule"], first["state"], shown, limit, subject, age, methods, why)
+    return [clean(cell) for cell in cells]
+
+
+def _grouped(signals: Sequence[Answer], *, apart: bool) -> list[list[str]]:
+    """Rows in order; what is quiet for the same reason is one row a rule, unless `apart`."""
+    groups: dict[tuple[Any, ...], list[Answer]] = {}
+    for n, signal in enumerate(sorted(signals, key=lambda s: (place(s), str(s["rule"]), str(s["subject"])))):
+        loud = apart or signal["state"] in (*LOUD, "UNKNOWN")
+        key = (place(signal), signal["rule"], signal["state"], signal.get("limit"), signal.get("why"), n if loud else 0)
+        groups.setdefault(key, []).append(signal)
+    return [_row(group) for group in groups.values()]
+
+
+def _sentence(signal: Answer) -> str:
+    unit = signal.get("unit") or ""
+    measured = quantity(signal.get("value"), unit)
+    limit = f" (limit {quantity(signal['limit'], unit)})" if signal.get("limit") is not None else ""
+    told = f": {signal['text']}" if signal.get("text") not in (None, "", measured) else ""
+    pending = "" if signal["state"] == "BREACH" else ", pending"
+    return clean(f"{signal['rule']} on {signal['subject']} is {measured}{limit}{told}{pending}")
+
+
+def _and_more(count: int, what: str) -> str:
+    return f", and {count} more {what}" if count > 0 else ""
+
+
+def _loudest_first(signal: Answer) -> tuple[Any, ...]:
+    return (RANK.get(signal.get("severity") or "", 3), LOUD.index(signal["state"]), place(signal))
+
+
+def verdict_line(answer: Answer) -> str:
+    """The verdict in words, with the number that made it."""
+    verdict, signals = answer["verdict"], answer["signals"]
+    loud = sorted((s for s in signals if s["state"] in LOUD), key=_loudest_first)
+    unknown = [s for s in signals if s["state"] == "UNKNOWN"]
+    word = str(verdict).upper()
+    if verdict in ("page", "ticket") and loud:
+        return f"{word}: {_sentence(loud[0])}{_and_more(len(loud) - 1, 'out of range')}"
+    if verdict == "unknown" and not signals:
+        return f"{word}: found nothing to watch"
+    if verdict == "unknown" and unknown:
+        first = next((s for s in unknown if s.get("required")), unknown[0])
+        why = first.get("why") or "it was not told"
+        return clean(f"{word}: cannot tell {first['rule']} of {first['subject']}, because {why}") + _and_more(
+            len(unknown) - 1, "unknown"
+        )
+    in_range = sum(s["state"] == "OK" for s in signals)
+    noted = f"; {len(loud)} noted for information" if loud else ""
+    return f"{word}: {in_range} in range{noted}" + (f"; cannot tell {len(unknown)}" if unknown else "")
+
+
+def check_report(answer: Answer, *, show_all: bool) -> Report:
+    """The ten first, then of the rest what is not quiet (all of it with `show_all`), then the verdict."""
+    signals: Sequence[Answer] = answer["signals"]
+    ten = [s for s in signals if _is_ten(s)]
+    rest = [s for s in signals if not _is_ten(s)]
+    shown = rest if show_all else [s for s in rest if s["state"] in (*LOUD, "UNKNOWN")]
+    report: Report = []
+    if ten:
+        report.append(Table(CHECK_COLUMNS, _grouped(ten, apart=show_all), f"The ten on {clean(answer['node'])}"))
+    if shown:
+        report.append(Table(CHECK_COLUMNS, _grouped(shown, apart=show_all), "The rest"))
+    if len(rest) > len(shown):
+        report.append(f"{len(rest) - len(shown)} of the rest are in range, idle or not applicable; --all shows them.")
+    looked = answer.get("looked_for") or ()
+    report += [f"Looked for {clean(what)}" for what in looked]
+    report.append(verdict_line(answer))
+    return report
+
+
+# ---- tocsin alerts, doctor, rules list ----
+
+
+def alerts_report(alerts: Sequence[Answer]) -> Report:
+    """Open alerts first, then past ones, newest first."""
+    if not alerts:
+        return ["No alert is open, and none is remembered."]
+    heads = ("STATE", "SEVERITY", "RULE", "SUBJECT", "SINCE", "UNTIL", "VALUE", "LIMIT", "SUMMARY")
+    drops = {"SEVERITY": 4, "UNTIL": 3, "LIMIT": 2, "VALUE": 1}
+    columns = [Column(head, drops.get(head, 0), head in ("VALUE", "LIMIT")) for head in heads]
+    order = {"firing": 0, "pending": 1}
+    rows = []
+    for alert in sorted(alerts, key=lambda a: (order.get(a["state"], 2), -(a["since"] or 0.0))):
+        unit = alert.get("unit") or ""
+        times = (moment(alert["since"]), moment(alert["until"]))
+        numbers = (quantity(alert["value"], unit), quantity(alert["limit"], unit))
+        names = (alert["state"], alert["severity"], alert["rule"], alert["subject"])
+        rows.append([clean(cell) for cell in (*names, *times, *numbers, alert.get("summary") or "")])
+    return [Table(columns, rows)]
+
+
+def is_missing(found: Answer) -> bool:
+    """Whether an item of `doctor` is a required number that cannot be had."""
+    return found.get("how") is None and bool(found.get("required"))
+
+
+def _found_table(told: Sequence[object], found: Iterable[Answer]) -> Table:
+    columns = (Column("STATE"), Column("WHAT"), Column("OF", drop=1), Column("HOW, OR WHY NOT AND WHAT TO DO"))
+    rows = []
+    for item in found:
+        state = "OK" if item.get("how") is not None else "MISSING" if is_missing(item) else "N/A"
+        said = [item.get("how") or item.get("why") or "not told", item.get("note"), item.get("remedy")]
+        rows.append([state, item["name"], clean(item.get("subject") or ""), clean("; ".join(s for s in said if s))])
+    return Table(columns, rows, "  ".join(dict.fromkeys(clean(word) for word in told if word)))
+
+
+def doctor_report(answer: Answer) -> Report:
+    """For each target and GPU how every quantity is had, or why not; then the sources."""
+    report: Report = []
+    for target in answer["targets"]:
+        told = tuple(target.get(key) for key in ("target", "url", "kind", "model"))
+        report.append(_found_table(told, target.get("found") or ()))
+        if target.get("error"):
+            report.append(f"MISSING  {clean(target.get('target'))}: {clean(target['error'])}")
+    for gpu in answer["gpus"]:
+        told = (f"GPU {gpu.get('index')}", gpu.get("name"), gpu.get("bdf"), gpu.get("uuid"))
+        report.append(_found_table(told, gpu.get("found") or ()))
+    for source in answer["sources"]:
+        state = f"MISSING  {source['error']}" if source.get("error") else f"OK, read {span(source.get('age_s'))} ago"
+        report.append(clean(f"source {source['name']}: {state}"))
+    report += [f"Looked for {clean(what)}" for what in answer.get("looked_for") or ()]
+    if not answer["targets"] and not answer["gpus"]:
+        report.append("Found no engine and no GPU. Name an engine: tocsin doctor http://127.0.0.1:8000")
+    return report
+
+
+def rules_report(rules: Sequence[Answer]) -> Report:
+    """The catalogue of rules, in the order of their numbers."""
+    columns = (
+        Column("#"), Column("ID"), Column("SEVERITY"), Column("FIRES"), Column("FOR", drop=2), Column("KEEP", drop=3),
+        Column("SIGNAL", drop=1), Column("ACTION", drop=4),
+    )  # fmt: skip
+    rows = []
+    for rule in sorted(rules, key=lambda r: (place({**r, "rule": r["id"]}), r["id"])):
+        spans = (duration(rule["for_s"]), duration(rule["keep_s"]))
+        names = (rule["number"] or "", rule["id"], rule["severity"], rule["fires"])
+        rows.append([clean(cell) for cell in (*names, *spans, rule["signal"], rule["action"])])
+    return [Table(columns, rows)]
+
+
+# ---- tocsin backtest ----
+
+
+ENGINE_UNITS = {"_s": "s", "_ratio": "ratio", "_peak": "ratio"}
+
+
+def backtest_report(answer: Answer) -> Report:
+    """What the engines did, what broke a limit and when, and what would have paged."""
+    recording = answer["recording"]
+    counts = f"{recording['missing']} missing, {len(answer['gaps'])} gaps"
+    report: Report = [f"{recording['scrapes']} scrapes in {span(recording['seconds'])}; {counts}"]
+    engines = answer["engines"]
+    keys = list(dict.fromkeys(key for engine in engines.values() for key in engine))
+    if keys:
+        rows = []
+        for key in keys:
+            unit = next((unit for ending, unit in ENGINE_UNITS.items() if key.endswith(ending)), "count")
+            rows.append([key, *(quantity(engine.get(key), unit) for engine in engines.values())])
+        columns = [Column(""), *(Column(clean(name), right=True) for name in engines)]
+        report.append(Table(columns, rows, "Over the whole recording"))
+    spans = [[b["rule"], clean(b["subject"]), f"{b['from_s']:.1f}", f"{b['to_s']:.1f}"] for b in answer["breaches"]]
+    if spans:
+        columns = [Column("RULE"), Column("SUBJECT"), Column("FROM s", right=True), Column("TO s", right=True)]
+        report.append(Table(columns, spans, "Out of range, whatever `for` says"))
+    ends: Sequence[Answer] = answer.get("signals") or ()
+    if ends:
+        report.append(Table(CHECK_COLUMNS, _grouped(ends, apart=False), "At the end"))
+    units = {signal["rule"]: signal.get("unit") or "" for signal in ends}
+    moves = [
+        [f"{t['at_s']:.1f}", t["state"], t["rule"], clean(t["subject"]), quantity(t["value"], units.get(t["rule"], ""))]
+        for t in answer["transitions"]
+    ]
+    if moves:
+        columns = [Column("AT s", right=True), Column("STATE"), Column("RULE"), Column("SUBJECT"), Column("VALUE")]
+        report.append(Table(columns, moves, "Transitions"))
+    report.append(_would_have(answer["transitions"]))
+    return report
+
+
+def _would_have(transitions: Sequence[Answer]) -> str:
+    fired = [t for t in transitions if t["state"] == "firing"]
+    paged = [t for t in fired if t.get("severity") == "page"]
+    if not fired:
+        return "Nothing would have fired."
+    told = {
+        verb: ", ".join(dict.fromkeys(clean(f"{t['rule']} ({t['subject']})") for t in those))
+        for verb, those in (("paged", paged), ("fired", [t for t in fired if t not in paged]))
+    }
+    return "; ".join(f"would have {verb}: {which}" for verb, which in told.items() if which).capitalize()
+
+
+# ---- printing ----
+
+
+def _fitting(table: Table, width: int) -> list[int]:
+    """The columns that fit in `width`, by number: the last one may be folded down to 24, the others are whole."""
+    widths = [max(len(column.head), *(len(row[n]) for row in table.rows), 0) for n, column in enumerate(table.columns)]
+    widths[-1] = min(widths[-1], 24)
+    kept = list(range(len(table.columns)))
+    for n in sorted(kept, key=lambda n: -table.columns[n].drop):
+        if sum(widths[k] + 2 for k in kept) <= width or table.columns[n].drop == 0:
+            break
+        kept.remove(n)
+    return kept
+
+
+def _without_empty(table: Table) -> Table:
+    kept = [n for n in range(len(table.columns)) if any(row[n] for row in table.rows)]
+    return Table([table.columns[n] for n in kept], [[row[n] for n in kept] for row in table.rows], table.title)
+
+
+def plain(report: Report) -> str:
+    """A report as text: aligned, whole, without colours."""
+    lines: list[str] = []
+    for part in report:
+        if isinstance(part, str):
+            lines.append(part)
+            continue
+        table = _without_empty(part)
+        grid = [[column.head for column in table.columns], *table.rows]
+        widths = [max(len(row[n]) for row in grid) for n in range(len(table.columns))]
+        lines += [part.title] if part.title else []
+        for row in grid:
+            cells = zip(row, widths, table.columns, strict=True)
+            padded = (cell.rjust(width) if column.right else cell.ljust(width) for cell, width, column in cells)
+            lines.append("  ".join(padded).rstrip())
+        lines.append("")
+    return "\n".join(lines) + "\n"
+
+
+def show(report: Report, out: TextIO) -> None:
+    """Print a report: drawn where `out` is a terminal, as plain text elsewhere."""
+    if not out.isatty():
+        out.write(plain(report))
+        return
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    width = shutil.get_terminal_size().columns
+    console = Console(file=out, width=width, highlight=False)
+    for part in report:
+        if isinstance(part, str):
+            console.print(Text(part, VERDICT_STYLES.get(part.partition(":")[0], "")))
+            continue
+        table = _without_empty(part)
+        kept = _fitting(table, width)
+        drawn = RichTable(box=None, pad_edge=False, header_style="dim", title_style="bold", title_justify="left")
+        drawn.title = part.title or None
+        for n in kept:
+            column = table.columns[n]
+            align: Literal["left", "right"] = "right" if column.right else "left"
+            drawn.add_column(column.head, justify=align, no_wrap=n != kept[-1], overflow="fold")
+        for row in table.rows:
+            drawn.add_row(*(Text(row[n], STYLES.get(row[n], "")) for n in kept))
+        console.print(drawn)
+        console.print()
