@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from agent.config import RulesConfig
 from agent.engines.pages import PageReader
 from agent.evaluate import judge
 from agent.exposition import PageError
@@ -24,7 +23,7 @@ from agent.signals import SIGNALS, Target, bound
 from agent.stats import quantile
 from agent.strict import duration_s, share
 from agent.windows import LATE_INTERVALS
-from rules import load_rules, severity_of
+from rules import RulesConfig, load_rules, severity_of
 
 HISTOGRAMS = {"ttft": (0.5, 0.99), "itl": (0.5, 0.99), "e2e": (0.99,), "queue_time": (0.99,)}
 

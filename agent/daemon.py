@@ -18,7 +18,7 @@ from typing import TextIO
 import structlog
 
 from agent import sdnotify
-from agent.config import Config, load_config, slo_for, target_name
+from agent.config import Config, load_all, slo_for, target_name
 from agent.loop import Agent, Collector
 from agent.model import Rule, Source
 from agent.node import Node, Setup
@@ -26,25 +26,18 @@ from agent.notifiers import Needs, build_channels
 from agent.outbox import Outbox
 from agent.signals import SIGNALS, Target
 from agent.sources.engine import EngineSource
-from agent.sources.nvml import NvmlSource
 from agent.store import Store, StoreError
 from agent.strict import ConfigErrors
 from agent.web.app import PRIVATE, PUBLIC, allowed_hosts, make_app
 from agent.web.server import CannotServe, Server, serve_tcp, serve_unix
-from rules import RuleSet, load_rules, severity_of
+from rules import RuleSet, severity_of
 
 log = structlog.get_logger()
 
 STOP_WITHIN_S = 4.0
 SIGNALS_OBEYED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 DATABASE = "tocsin.db"
-
-
-def rules_for(config: Config) -> RuleSet:
-    """The rules that a configuration makes. Raises ConfigErrors."""
-    names = [target_name(engine) for engine in config.engines]
-    return load_rules(config.rules, slo_for(config), {name: spec for name, (spec, _) in SIGNALS.items()},
-                      engine_slos={name: slo_for(config, name) for name in names})
+CATALOGUE = {name: spec for name, (spec, _) in SIGNALS.items()}
 
 
 def setup_of(config: Config, rules: Sequence[Rule], *, clip_windows: bool = False) -> Setup:
@@ -62,6 +55,8 @@ def sources_of(config: Config, shapes: dict[str, bool]) -> list[Source]:
     sources: list[Source] = [EngineSource(target_name(e), e.url, kind=e.kind, shape=shapes.get(target_name(e)))
                              for e in config.engines]
     if config.nvml != "off":
+        from agent.sources.nvml import NvmlSource  # 4 MiB that a node without GPUs need not hold
+
         sources.append(NvmlSource())
     return sources
 
@@ -76,14 +71,13 @@ def set_up_logging(stream: TextIO) -> None:
         logger_factory=structlog.PrintLoggerFactory(stream), cache_logger_on_first_use=True)
 
 
-def build(config: Config, notes: Sequence[str]) -> Agent:
-    """The agent with its sources, store and channels, its memory taken back. Raises StoreError, ConfigErrors."""
-    rules = rules_for(config)
+def build(config: Config, rules: RuleSet) -> Agent:
+    """The agent with its sources, store and channels, its memory taken back. Raises StoreError."""
     store = Store(config.state_dir / DATABASE)
     shapes = {name: len(known["engines"]) > 1 or known["engines"][0] != name
               for name, known in ((store.meta("learned") or {}).get("targets") or {}).items() if known.get("engines")}
     agent = Agent(Node(setup_of(config, rules.rules)), Collector(sources_of(config, shapes)), store,
-                  notes=[*notes, *rules.notes])
+                  notes=rules.notes)
     agent.restore()
     routes, missing = build_channels(config, Needs(agent.firing, agent.healthy, config.external_url))
     agent.notes += missing
@@ -94,11 +88,10 @@ def build(config: Config, notes: Sequence[str]) -> Agent:
 
 def serve(agent: Agent, config: Config) -> list[Server]:
     """The page's address and the unix socket. Raises CannotServe."""
-    catalogue = {name: spec for name, (spec, _) in SIGNALS.items()}
     hosts = allowed_hosts(config.listen, config.external_url)
-    servers = [serve_unix(make_app(agent, catalogue, time.time, routes=PRIVATE), config.socket)]
+    servers = [serve_unix(make_app(agent, CATALOGUE, time.time, routes=PRIVATE), config.socket)]
     try:
-        public = make_app(agent, catalogue, time.time, routes=PUBLIC, hosts=hosts)
+        public = make_app(agent, CATALOGUE, time.time, routes=PUBLIC, hosts=hosts)
         servers.append(serve_tcp(public, config.listen))
     except CannotServe:
         servers[0].close()
@@ -106,9 +99,9 @@ def serve(agent: Agent, config: Config) -> list[Server]:
     return servers
 
 
-def run(config: Config, path: Path | None, notes: Sequence[str]) -> bool:
+def run(config: Config, rules: RuleSet, path: Path | None) -> bool:
     """Serve until SIGTERM or SIGINT (False), or until SIGHUP brings a good new configuration (True)."""
-    agent = build(config, notes)
+    agent = build(config, rules)
     reload = threading.Event()
     threading.Thread(target=obey, args=(agent, config, path, reload), name="signals", daemon=True).start()
     servers = serve(agent, config)
@@ -156,7 +149,7 @@ def close(agent: Agent, servers: Sequence[Server]) -> None:
 def is_good(path: Path | None) -> bool:
     """Whether the configuration, as it is now, would start; its faults go to the log."""
     try:
-        rules_for(load_config(path, os.environ))
+        load_all(path, os.environ, CATALOGUE)
     except ConfigErrors as errors:
         for fault in errors.faults:
             log.error("configuration_fault", fault=str(fault))  # noqa: TRY400  (its text is the whole story)
@@ -179,8 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logging(sys.stderr)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OBEYED)  # before any thread is: they all inherit it
     try:
-        config = load_config(path, os.environ)
-        again = run(config, path, ())
+        config, rules = load_all(path, os.environ, CATALOGUE)
+        again = run(config, rules, path)
     except ConfigErrors as errors:
         print(errors, file=sys.stderr)  # noqa: T201  (a person started this)
         return 2

@@ -298,9 +298,9 @@ class Agent:
         source: Any = self._nvml()
         if source is None:
             return {"released": False, "why": "NVML is off or not there"}
-        source.release(for_s)
-        log.info("nvml_released", for_s=for_s)
-        return {"released": True, "for_s": for_s}
+        why = source.release(for_s)
+        log.info("nvml_released", for_s=for_s, not_yet=why)
+        return {"released": why is None, "why": why, "for_s": for_s}
 
     def reopen_nvml(self) -> dict[str, Any]:
         """Open NVML again now."""

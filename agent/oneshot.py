@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agent.config import DEFAULT_PATH, Config, EngineConfig
-from agent.daemon import rules_for, setup_of, sources_of
+from agent.config import DEFAULT_PATH, Config, EngineConfig, rules_for
+from agent.daemon import CATALOGUE, setup_of, sources_of
 from agent.loop import GRACE_S, Collector, doctor_report
 from agent.model import Source
 from agent.node import Node
@@ -53,7 +53,7 @@ def _round(node: Node, collector: Collector, wait_s: float) -> dict[str, str | N
 
 def _prepare(config: Config) -> tuple[Node, Sequence[Source]]:
     sources = sources_of(config, {})
-    return Node(setup_of(config, rules_for(config).rules, clip_windows=True)), sources
+    return Node(setup_of(config, rules_for(config, CATALOGUE).rules, clip_windows=True)), sources
 
 
 def _looked_for(config: Config, node: Node, sources: Sequence[Source], errors: dict[str, str | None]) -> list[str]:
