@@ -89,6 +89,11 @@ class Outbox:
         now = self._clock()
         return {worker.name: worker.status(now) for worker in self.workers}
 
+    def delivery_counts(self) -> dict[str, dict[str, int]]:
+        """How many deliveries there were in this process: channel -> outcome -> number."""
+        outcomes = ("delivered", "rejected", "retried")
+        return {name: {k: getattr(status, k) for k in outcomes} for name, status in self.status().items()}
+
     def problems(self) -> list[str]:
         """What a person should look at, a sentence each, for /healthz."""
         now = self._clock()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import socket
 import ssl
 import subprocess
@@ -23,7 +22,6 @@ from agent.notifiers import NOTIFIERS, Needs, build_channels, owed_to
 from agent.notifiers import channel as channel_module
 from agent.notifiers.alertmanager import Alertmanager
 from agent.notifiers.channel import (
-    BadMessage,
     Channel,
     clean_labels,
     retry_after_s,
@@ -606,10 +604,9 @@ notify:
 def test_the_table_names_what_there_is() -> None:
     """Parts are found in an explicit table, not by import."""
     assert set(NOTIFIERS) == {"alertmanager", "webhook", "heartbeat"}
-    assert os.path.basename(channel_module.__file__) == "channel.py"  # noqa: PTH119
-    assert issubclass(BadMessage, Rejected)
 
 
 def test_the_fingerprint_is_alertmanagers() -> None:
-    """The empty set's is FNV-1a's offset basis (prometheus/common); the others: a real Alertmanager, heavy tests."""
+    """The empty set's is FNV-1a's offset basis; the other was read from a real Alertmanager 0.25's /api/v2/alerts."""
     assert fingerprint({}) == "cbf29ce484222325"
+    assert fingerprint(LABELS) == "f4e106ac3420d6b8"

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -326,8 +331,6 @@ def test_a_channel_that_was_removed_is_owed_nothing(store: Store) -> None:
 
 def test_c069_429_is_retried_once_and_not_before_its_time(store: Store) -> None:
     """429 with Retry-After: 1 (prometheus/alertmanager#2111): not dropped, not hammered, in real time."""
-    import time
-
     with Receiver() as receiver:
         receiver.script(Reply(429, {"Retry-After": "1"}, b'{"ok":false,"error":"rate_limited"}'))
         outbox = Outbox(store, [Webhook("tape", lambda: receiver.url + "/hook")], time.time)
@@ -369,3 +372,55 @@ def test_c069_503_is_retried_with_back_off_until_200(store: Store) -> None:
         play(outbox.workers[0], clock, 1100.0)
     assert times == [1000.0, 1002.0, 1006.0]
     assert store.outbox_counts() == {"tape": {"pending": 0, "delivered": 1}}
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from agent.model import AlertMessage, Book
+from agent.notifiers.webhook import Webhook
+from agent.outbox import Outbox
+from agent.store import Store
+
+store = Store(Path(sys.argv[1]))
+outbox = Outbox(store, [Webhook("tape", lambda: sys.argv[2])], time.time)
+outbox.start()
+number = store.meta("number") or 0
+while True:
+    for status, ends_at in (("firing", None), ("resolved", 2.0)):
+        message = AlertMessage(f"k{number}", status, "page", {"alertname": f"A{number}"}, {}, 1.0, ends_at)
+        store.commit_tick(time.time(), Book(), (), [("tape", message)])
+        outbox.wake()
+    number += 1
+    store.set_meta("number", number)
+    print(number, flush=True)
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.heavy)])
+def test_kill_9_loses_no_page_and_keeps_their_order(tmp_path: Path, kills: int) -> None:
+    """Killed in the middle of sending, again and again: the receiver gets each alert's firing, then its resolve."""
+    path = tmp_path / "tocsin.db"
+    dice = random.Random(11)
+    with Receiver() as receiver:
+        for _ in range(kills):
+            child = subprocess.Popen([sys.executable, "-c", CHILD, str(path), receiver.url], stdout=subprocess.PIPE)
+            assert child.stdout is not None
+            assert child.stdout.readline()
+            time.sleep(dice.uniform(0.0, 0.15))
+            child.send_signal(signal.SIGKILL)
+            child.communicate()
+        store = Store(path)
+        number = store.meta("number")
+        outbox = Outbox(store, [Webhook("tape", lambda: receiver.url)], time.time)
+        outbox.start()
+        wait_until(lambda: store.owed("tape") == [])
+        outbox.stop(5.0)
+        store.close()
+        got = receiver.alerts()
+    for n in range(number):
+        states = [status for status, name in got if name == f"A{n}"]
+        assert states.index("firing") < states.index("resolved"), (n, states)
+        assert states[states.index("resolved") :] == ["resolved"] * states.count("resolved"), (n, states)
+    assert len(got) <= len(set(got)) + 2 * kills  # twice only what was under way when it was killed
