@@ -342,19 +342,18 @@ class PageReader:
         """Index -> subject of every engine here, those included that should be here and are not."""
         before = dict(self._subjects())
         indices = {index for index in found if index is not None} or ({"0"} if found else set())
-        first, was_shape = not self._indices, self.shape
+        first = not self._indices
         if not indices:  # nothing of any engine on this page
-            return before or {"0": f"{self.target}/0" if was_shape else self.target}
+            return before or {"0": f"{self.target}/0" if self.shape else self.target}
         if restarted and not first:
             self.shape = len(indices) > 1
         else:
             indices |= set(self._indices)
-            self.shape = len(indices) > 1 or bool(was_shape)
+            self.shape = len(indices) > 1 or bool(self.shape)
         self._indices = tuple(sorted(indices, key=lambda i: (not i.isdigit(), int(i) if i.isdigit() else 0, i)))
         now = dict(self._subjects())
-        if first and was_shape is False and "0" in now:
-            before["0"] = self.target  # so it was called before a restart of ours
-        self._closed = (self._closed | set(before.values())) - set(now.values())
+        # The target itself goes on as the subject of all engines together, also where it was the name of the one.
+        self._closed = (self._closed | set(before.values())) - set(now.values()) - {self.target}
         self._expected = {slot for slot in self._expected if slot[1] not in self._closed}
         return now
 

@@ -55,7 +55,7 @@ class EngineSource:
         self.name = f"engine:{target}"
         self.target = target
         self._pages = PageReader(target, kind=kind, shape=shape)
-        self._shown_url = without_secrets(url)
+        self.url = without_secrets(url)
         base = url.rstrip("/").removesuffix("/metrics")
         self._metrics = Fetcher(
             base + "/metrics",
@@ -89,7 +89,7 @@ class EngineSource:
             failure = None
         except FetchError as e:
             failure = e
-            error = f"{self._failed_rung(e, health)} of {self._shown_url} fails: {e}"
+            error = f"{self._failed_rung(e, health)} of {self.url} fails: {e}"
             readings = self._pages.failed(e.code, error, now, is_down=e.is_down)
         readings += self._ladder(failure, health, error or "", now)
         took_s = time.monotonic() - start
