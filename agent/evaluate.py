@@ -9,6 +9,7 @@ A Gap moves nothing. IDLE ends what is pending and holds what fires for 30 m. N/
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -16,6 +17,8 @@ from typing import Literal
 from agent.model import COMPARE, Alert, AlertKey, Book, Rule, Severity, Signal, Transition
 
 IDLE_HOLD_S = 1800.0
+LATE_INTERVALS = 3
+RESOLVED_KEPT_S = 4 * 86400.0  # longer than any window: an older resolve holds nothing back
 Verdict = Literal["breach", "clear", "undecided", "gap", "idle", "na"]
 
 
@@ -27,6 +30,8 @@ def judge(rule: Rule, signal: Signal, limit: float | None) -> Verdict:
         return "na"
     if signal.state == "idle" or signal.value is None:
         return "idle"
+    if not math.isfinite(signal.value):  # compared, NaN would be "back in range"
+        return "gap"
     compare = COMPARE[rule.op]
     if signal.low is not None:
         low, high = compare(signal.low, limit), signal.high is None or compare(signal.high, limit)
@@ -44,7 +49,8 @@ def evaluate(book: Book, rules: Sequence[Rule], signals: Mapping[AlertKey, Signa
     """
     by_id = {rule.id: rule for rule in rules}
     alerts: dict[AlertKey, Alert] = {}
-    resolved_at = dict(book.resolved_at)
+    # a resolve that lies ahead (the clock has stepped back) must not blind the rule until then
+    resolved_at = {key: min(at, now) for key, at in book.resolved_at.items() if now - at < RESOLVED_KEPT_S}
     transitions: list[Transition] = []
 
     def settle(key: AlertKey, after: Alert | None, made: list[Transition]) -> None:
@@ -67,25 +73,32 @@ def evaluate(book: Book, rules: Sequence[Rule], signals: Mapping[AlertKey, Signa
                 continue
             known = Alert(rule.id, signal.subject, "pending", severity_of(rule, signal.subject), now)
             transitions.append(Transition("pending", now, seen(known, signal, limit)))
-        after, made = step(rule, known, signal, verdict, now, dt_s if signal.at != known.seen_at else 0.0,
-                           poll_s=poll_s, limit=limit)
+        after, made = step(rule, known, signal, verdict, now, watched(known, signal, dt_s, poll_s), poll_s=poll_s,
+                           limit=limit)
         settle(key, after, made)
     return Book(alerts, resolved_at), transitions
+
+
+def watched(alert: Alert, signal: Signal, dt_s: float, poll_s: float) -> float:
+    """Seconds that a signal adds to the timers: none where it is not new; all since the last one where it was late."""
+    if signal.at == alert.seen_at:
+        return 0.0
+    since_s = signal.at - alert.seen_at
+    return since_s if 0 < dt_s < since_s <= LATE_INTERVALS * poll_s else dt_s
 
 
 def step(rule: Rule, alert: Alert, signal: Signal, verdict: Verdict, now: float, dt_s: float, *, poll_s: float,
          limit: float | None) -> tuple[Alert | None, list[Transition]]:
     """One step of one alert that is pending or firing."""
     if verdict == "gap":
-        return replace(alert, blind_s=alert.blind_s + dt_s), []
+        return replace(alert, blind_s=alert.blind_s + dt_s, seen_at=signal.at), []
     if verdict == "na":
         return None, [closed(alert, now, signal.why or "not applicable")]
     if verdict == "idle" or (verdict == "breach" and signal.quiet and alert.state == "pending"):
         if alert.state == "pending":
             return None, [Transition("inactive", now, alert, signal.why or "")]
-        idle_s = alert.idle_s + dt_s
-        return (None, [closed(alert, now, "no traffic")]) if idle_s >= IDLE_HOLD_S \
-            else (replace(alert, idle_s=idle_s), [])
+        alert = replace(alert, idle_s=alert.idle_s + dt_s, seen_at=signal.at)
+        return (None, [closed(alert, now, "no traffic")]) if alert.idle_s >= IDLE_HOLD_S else (alert, [])
     alert = replace(seen(alert, signal, limit), idle_s=0.0, blind_s=0.0)
     if alert.state == "pending":
         return step_pending(rule, alert, verdict, now, dt_s, poll_s)

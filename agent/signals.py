@@ -7,8 +7,9 @@ a sample: agent/engines/*.yaml. A signal is computed for one rule, since window,
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agent.model import Alert, GpuFacts, Rule, Sample, Signal, SignalSpec, Slo, Why
@@ -19,6 +20,10 @@ WARMUP_S = 180.0  # after an engine's (re)start
 COLD_CACHE_S = 600.0
 RESTART_HUSH_S = 900.0  # qps-change
 STALE_S = 60.0
+SETTLED_S = 600.0  # 10 m after its engine's start a GPU holds what it is meant to hold
+FALL_SHARE = 0.01  # of the floor: free memory that varies by less does not fall
+EMPTY_KV = 0.05  # "near 0"
+NOT_WORTH_IT = 0.15  # prefix-cache hit rate
 HALF = 0.5
 PROGRESS = (("generation_tokens", ""), ("ttft", "count"), ("prompt_tokens", ""))
 HW_THERMAL, HW_POWER_BRAKE = 0x40, 0x80  # nvml.h: nvmlClocksEventReasonHwThermalSlowdown, ...HwPowerBrakeSlowdown
@@ -84,7 +89,7 @@ class Ask:
         self.slo = scene.slo_of(subject)
 
     def value(self, value: float, *, at: float | None = None, **more: Any) -> Signal:
-        """A measured value."""
+        """A measured value. `at`: when it was read; alerts count only what is new."""
         return Signal(self.rule.signal, self.subject, "value", self.now if at is None else at, value,
                       self.spec.unit, **more)
 
@@ -107,6 +112,11 @@ class Ask:
         got = self.windows.latest(subject or self.subject, name, self.now)
         return got if isinstance(got, Sample) else self.gap(got.code, got.why)
 
+    def told_at(self, name: str, *subjects: str) -> float:
+        """When what a windowed signal is made of was last read; of several subjects the oldest."""
+        told = [at for s in subjects or (self.subject,) if (at := self.windows.told_at(s, name)) is not None]
+        return min(told, default=self.now)
+
     def problem(self, name: str, subject: str | None = None) -> Signal | None:
         """Why a counter or histogram is not told now."""
         gap = self.windows.problem(subject or self.subject, name, self.now)
@@ -124,10 +134,15 @@ class Ask:
     def uncovered(self, name: str, subject: str | None = None) -> Signal | None:
         """A window less than half covered is a Gap."""
         window_s = self.window_s()
+        enough_s = HALF * window_s - self.windows.interval_s / 2
         watched_s = self.windows.watched_s(subject or self.subject, name, self.now - window_s)
-        if watched_s >= HALF * window_s - self.windows.interval_s / 2:
+        if watched_s >= enough_s:
             return None
-        return self.gap(Why.NOT_COVERED, f"watched {watched_s:.0f} s of the last {window_s:.0f} s")
+        gap = self.gap(Why.NOT_COVERED, f"watched {watched_s:.0f} s of the last {window_s:.0f} s")
+        # someone looked all the time and got no page: that is blindness, and not a young agent
+        looked_s = 0.0 if self.target is None else \
+            self.windows.watched_s(self.target.name, "rung", self.now - window_s)
+        return replace(gap, evidence={"young": looked_s < enough_s})
 
     def started_s(self, name: str, subject: str | None = None) -> float | None:
         """Seconds since the engine (re)started; None where it is not known."""
@@ -205,11 +220,14 @@ def queue_age_bound(ask: Ask, waiting: Sample) -> tuple[float, float, float | No
     if waiting.value <= 0:
         return 0.0, 0.0, 0.0
     head = now = after_at = after = None
+    started_at = ask.windows.restarted_at(ask.subject, "waiting") or 0.0
     for at, first, wait in ask.windows.backward(ask.subject, ("ttft", "count"), ("waiting", "")):
         if head is None or now is None or after_at is None or after is None:
             head, now, after_at, after = first + 1, at, at, first + wait
             continue
         arrived = first + wait
+        if at < started_at:  # an older process's queue: the head arrived after this one began
+            return now - after_at, now - after_at, now - started_at
         if arrived < head:
             share = (head - arrived) / (after - arrived)
             return now - (at + share * (after_at - at)), now - after_at, now - at
@@ -232,14 +250,16 @@ def preemptions(ask: Ask) -> Signal:
     if missing:
         return missing
     start = ask.start()
-    return ask.value(ask.count("preemptions", ask.subject, start), evidence={"window_s": ask.window_s()})
+    return ask.value(ask.count("preemptions", ask.subject, start), at=ask.told_at("preemptions"),
+                     evidence={"window_s": ask.window_s()})
 
 
 def graph_fallback(ask: Ask) -> Signal:
     """H4. Decode steps that ran eager though their shape is captured; no stock vLLM tells it."""
     got = ask.windows.latest(ask.subject, "graph_fallback", ask.now)
     if isinstance(got, Sample):
-        return ask.value(got.value, at=got.at)
+        warm = ask.warming_up("graph_fallback")
+        return ask.asleep() or (ask.idle(warm, got.value) if warm else ask.value(got.value, at=got.at))
     return ask.na("this engine does not tell its CUDA-graph fallbacks (vLLM: only the in-engine probe can)")
 
 
@@ -295,7 +315,8 @@ def slow_verdict(ask: Ask, name: str, buckets: Buckets, limit_s: float, window_s
     if zeros_only(ask, name, buckets, window_s):
         return ask.gap(Why.NO_DATA, f"all {buckets[-1][1]:.0f} observations are 0 s: the engine records zeros")
     share = slow_share(limit_s, buckets)
-    if math.isinf(share.high_bound) and share.possible > 0:
+    possible = counted(ask, share.possible, share.n)
+    if math.isinf(share.high_bound) and possible > ask.rule.factor:  # else it is in range wherever they lie
         return ask.gap(Why.OFF_SCALE, f"{share.possible:.0f} of {share.n:.0f} are over the last bound"
                        f" {share.low_bound:g} s and the limit {limit_s:g} s lies above it")
     certain = counted(ask, share.certain, share.n)
@@ -303,10 +324,10 @@ def slow_verdict(ask: Ask, name: str, buckets: Buckets, limit_s: float, window_s
     evidence = {"p99_s": quantile(0.99, buckets), "p99_over": over, "n": share.n, "window_s": window_s,
                 "slow": share.certain, "possibly_slow": share.possible, "slo_s": limit_s,
                 "bounds_s": [share.low_bound, share.high_bound]}
-    if not undecided:
-        return ask.value(certain, method="histogram", evidence=evidence)
-    possible = counted(ask, share.possible, share.n)
-    return ask.value(0.0 if certain > ask.rule.factor else possible, method="histogram", evidence=evidence)
+    assert ask.target is not None  # noqa: S101
+    at = ask.told_at(name, *ask.target.engines)
+    judged = certain if not undecided else 0.0 if certain > ask.rule.factor else possible
+    return ask.value(judged, at=at, method="histogram", evidence=evidence)
 
 
 def counted(ask: Ask, bad: float, n: float) -> float:
@@ -319,7 +340,8 @@ def zeros_only(ask: Ask, name: str, buckets: Buckets, window_s: float) -> bool:
     if not buckets or buckets[0][1] < buckets[-1][1]:
         return False
     assert ask.target is not None  # noqa: S101
-    return sum(ask.count(name, e, ask.start(window_s), "sum") for e in ask.target.engines) == 0
+    sums = [ask.windows.increases(e, name, ask.start(window_s)).get("sum") for e in ask.target.engines]
+    return all(total == 0 for total in sums)  # a sum that is not told (None) proves nothing either
 
 
 def target_trouble(ask: Ask, name: str) -> Signal | None:
@@ -380,14 +402,14 @@ def errors_and_requests(ask: Ask, target: Target, start: float) -> tuple[float, 
     """
     memo = ask.scene.memo
     if (target.name, "errors", start) not in memo:
-        memo[(target.name, "errors", start)] = count_errors(ask.windows, target, start)
+        memo[(target.name, "errors", start)] = count_errors(ask.windows, target, start, ask.now)
     counts: tuple[float, float, str] = memo[(target.name, "errors", start)]
     return counts
 
 
-def count_errors(windows: Windows, target: Target, start: float) -> tuple[float, float, str]:
+def count_errors(windows: Windows, target: Target, start: float, now: float) -> tuple[float, float, str]:
     """The counting behind errors_and_requests."""
-    by_status = windows.increases(target.name, "http", start)
+    by_status = windows.increases(target.name, "http", start) if told(windows, target.name, "http", now) else {}
     refused = sum(windows.increases(target.name, "rejections", start).values())
     finished = [windows.increases(engine, "finished", start) for engine in target.engines]
     from_http = sum(v for k, v in by_status.items() if k.startswith("5") or k == "429")
@@ -397,17 +419,20 @@ def count_errors(windows: Windows, target: Target, start: float) -> tuple[float,
     return from_engine, sum(sum(f.values()) for f in finished) + refused, "engine's finish reasons (lower bound)"
 
 
+def told(windows: Windows, subject: str, name: str, now: float) -> bool:
+    """A counter is told now."""
+    return windows.problem(subject, name, now) is None
+
+
 def error_trouble(ask: Ask, target: Target) -> Signal | None:
-    """Why a target's errors are not told; N/A while it sleeps."""
+    """Why a target's errors are not told, neither by HTTP status nor by finish reason; N/A while it sleeps."""
     if not target.engines:
         return ask.gap(Why.MISSING, "no page was read yet")
     if all(ask.asleep(e) for e in target.engines):
         return ask.na("asleep")
-    for engine in target.engines:
-        trouble = ask.problem("finished", engine)
-        if trouble:
-            return trouble
-    return None
+    if told(ask.windows, target.name, "http", ask.now):
+        return None
+    return next((trouble for e in target.engines if (trouble := ask.problem("finished", e))), None)
 
 
 def error_burn(ask: Ask) -> Signal:
@@ -415,33 +440,52 @@ def error_burn(ask: Ask) -> Signal:
 
     burn = Wilson's lower bound of errors ÷ requests, ÷ (1 − availability), x min(1, watched ÷ window).
     """
-    targets = list(ask.scene.targets.values()) if ask.target is None else [ask.target]
+    of_node = ask.spec.subject == "node" or ask.target is None
+    targets = list(ask.scene.targets.values()) if of_node or ask.target is None else [ask.target]
+    slo = ask.scene.slo if of_node else ask.slo
     troubles = [error_trouble(ask, t) for t in targets]
     judged = [t for t, trouble in zip(targets, troubles, strict=True) if trouble is None]
     if not judged:
         first = next((t for t in troubles if t), None)
         return first or ask.idle("no engine here")
-    worst, evidence, requests = 0.0, {}, 0.0
+    ratios: list[float] = []
+    evidence: dict[str, float] = {}
     for pair in ask.rule.params["pairs"]:
-        long_burn, n = burn(ask, judged, pair["long"])
-        short_burn, _ = burn(ask, judged, pair["short"])
-        requests = max(requests, n)
-        evidence[f"burn_{pair['long'] / 3600:g}h"] = long_burn
-        evidence[f"burn_{pair['short'] / 3600:g}h"] = short_burn
-        worst = max(worst, min(long_burn, short_burn) / pair["factor"])
-    if requests <= 0:
-        return ask.idle("no requests")
-    return ask.value(worst, method="engine (lower bound)", evidence=evidence)
+        long_burn, _ = burn(ask, judged, pair["long"], slo)
+        short_burn, recent = burn(ask, judged, pair["short"], slo)
+        evidence[f"burn_{span(pair['long'])}"] = long_burn
+        evidence[f"burn_{span(pair['short'])}"] = short_burn
+        if recent > 0:  # no request in the short window: nothing to judge, and not "no error"
+            ratios.append(min(long_burn, short_burn) / pair["factor"])
+    if not ratios:
+        return ask.idle("no requests", evidence=evidence)
+    at = max(error_told_at(ask, t) for t in judged)
+    return ask.value(max(ratios), at=at, method="engine (lower bound)", evidence=evidence)
 
 
-def burn(ask: Ask, targets: list[Target], window_s: float) -> tuple[float, float]:
-    """(burn rate, requests) over a window, all targets added."""
+def span(seconds: float) -> str:
+    """A window in its largest whole unit: 5m, 6h, 3d."""
+    size, unit = next(((n, u) for n, u in ((86400.0, "d"), (3600.0, "h"), (60.0, "m")) if seconds % n == 0), (1.0, "s"))
+    return f"{seconds / size:g}{unit}"
+
+
+def error_told_at(ask: Ask, target: Target) -> float:
+    """When a target's errors were last read."""
+    at = ask.windows.told_at(target.name, "http")
+    return ask.told_at("finished", *target.engines) if at is None else at
+
+
+def burn(ask: Ask, targets: list[Target], window_s: float, slo: Slo) -> tuple[float, float]:
+    """(burn rate, requests) over a window, all targets added: what was really spent of the window's budget.
+
+    After a resolve only what came later counts, and so spends only its share of the window.
+    """
     start = ask.start(window_s)
     counts = [errors_and_requests(ask, t, start) for t in targets]
     errors, n = sum(c[0] for c in counts), sum(c[1] for c in counts)
-    watched_s = max((ask.windows.watched_s(e, "finished", ask.now - window_s) for t in targets for e in t.engines),
-                    default=0.0)
-    return wilson_lower(errors, n) / (1 - ask.slo.availability) * min(1.0, watched_s / window_s), n
+    watched_s = max((ask.windows.watched_s(subject, name, start) for t in targets
+                     for subject, name in ((t.name, "http"), *((e, "finished") for e in t.engines))), default=0.0)
+    return wilson_lower(errors, n) / (1 - slo.availability) * min(1.0, watched_s / window_s), n
 
 
 def rank_step_spread(ask: Ask) -> Signal:
@@ -503,14 +547,19 @@ def gpu_thermal_margin(ask: Ask) -> Signal:
     if isinstance(margin, Sample):
         left, method = margin.value, "exact"
     elif isinstance(temp, Signal):
-        return temp
+        if not slowed:
+            return temp
+        left, method = 0.0, ""
     else:
         over = temp.value - float(ask.rule.params["fallback"])
-        left, method = (-over if over > 0 else max(-over, 0.5)), "fallback limit"  # the rule is "> 85", not ">= 85"
+        # "> 85" and not ">= 85"; and only where the card tells neither a limit nor that it slows down
+        hot = over > 0 and not isinstance(reason, Sample)
+        left, method = (-over if hot else max(-over, 0.5)), "fallback limit"
     if slowed:
         left, method = min(left, 0.0), "hardware thermal slowdown"
     evidence = gpu_evidence(ask) | ({} if isinstance(temp, Signal) else {"gpu_temp_c": temp.value})
-    return ask.value(left, method=method, evidence=evidence)
+    at = next((s.at for s in (margin, temp, reason) if isinstance(s, Sample)), None)
+    return ask.value(left, at=at, method=method, evidence=evidence)
 
 
 def prefix_cache_hit_rate(ask: Ask) -> Signal:
@@ -530,10 +579,13 @@ def prefix_cache_hit_rate(ask: Ask) -> Signal:
     needed = ask.rule.min_count or 1
     if queries < needed:
         return ask.idle(f"{queries:.0f} of at least {needed} tokens looked up")
-    rate, evidence = hits / queries, {"hits_tokens": hits, "queries_tokens": queries}
+    rate = hits / queries
+    evidence: dict[str, Any] = {"hits_tokens": hits, "queries_tokens": queries}
+    if rate < NOT_WORTH_IT:
+        evidence["note"] = "does not pay for itself"
     if ask.count("preemptions", ask.subject, start) > 0:
         return ask.idle("preemptions in the window inflate it", rate, evidence=evidence)
-    return ask.value(rate, evidence=evidence)
+    return ask.value(rate, at=ask.told_at("prefix_queries"), evidence=evidence)
 
 
 # --- the rest of the monitoring set ----------------------------------------------------------------------------------
@@ -559,7 +611,8 @@ def qps_change(ask: Ask) -> Signal:
     if min(expected.values()) < needed:
         return ask.idle(f"{min(expected.values()):.0f} of at least {needed} requests expected in {span_s:.0f} s")
     off = min(abs(current / e - 1) for e in expected.values())
-    return ask.value(off, method="estimate: first tokens + waiting", evidence={"requests": current} | expected)
+    return ask.value(off, at=ask.told_at("ttft", *ask.target.engines), method="estimate: first tokens + waiting",
+                     evidence={"requests": current} | expected)
 
 
 def hushed(ask: Ask) -> Signal | None:
@@ -577,8 +630,8 @@ def arrivals(ask: Ask, start: float, end: float) -> float:
     assert ask.target is not None  # noqa: S101
     total = 0.0
     for engine in ask.target.engines:
-        waits = [w for at, w in ask.windows.history(engine, "waiting", start) if at <= end]
-        change = waits[-1] - waits[0] if waits else 0.0
+        before, after = ask.windows.level(engine, "waiting", start), ask.windows.level(engine, "waiting", end)
+        change = 0.0 if before is None or after is None else after - before
         total += ask.windows.increase(engine, "ttft", start, end, "count") + change
     return max(0.0, total)
 
@@ -589,7 +642,7 @@ def gpu_utilization(ask: Ask) -> Signal:
     if isinstance(got, Signal):
         return got
     target = ask.scene.target_on(ask.subject)
-    if target is None:
+    if target is None or not target.engines:
         return ask.idle("no engine is known on this GPU", got.value)
     if all(ask.asleep(e) for e in target.engines):
         return ask.na("asleep")
@@ -597,14 +650,25 @@ def gpu_utilization(ask: Ask) -> Signal:
     if warm:
         return ask.idle(warm, got.value)
     start = ask.start()
-    running = [(at, v) for e in target.engines for at, v in ask.windows.history(e, "running", start)]
-    busy = sorted(at for at, v in running if v > 0)
     step_s = ask.windows.interval_s
+    busy = busy_at(ask, target, start)
     values = [v for at, v in ask.windows.history(ask.subject, "gpu_util", start)
-              if any(abs(at - b) <= step_s for b in busy)] if busy else []
+              if (i := bisect_left(busy, at - step_s)) < len(busy) and busy[i] <= at + step_s]
     if len(values) * step_s < HALF * ask.window_s():
         return ask.idle("the engine on it ran too little to judge", got.value)
-    return ask.value(sum(values) / len(values), evidence={"samples": len(values)})
+    return ask.value(sum(values) / len(values), at=got.at, evidence={"samples": len(values)})
+
+
+def busy_at(ask: Ask, target: Target, start: float) -> list[float]:
+    """The times since `start` at which an engine of the target ran requests and was awake."""
+    memo = ask.scene.memo
+    if (target.name, "busy", start) not in memo:
+        asleep = {at for e in target.engines for at, v in ask.windows.history(e, "asleep", start) if v > 0}
+        memo[(target.name, "busy", start)] = sorted(
+            at for e in target.engines for at, v in ask.windows.history(e, "running", start)
+            if v > 0 and at not in asleep)
+    times: list[float] = memo[(target.name, "busy", start)]
+    return times
 
 
 def gpu_memory(ask: Ask) -> Signal:
@@ -617,9 +681,19 @@ def gpu_memory(ask: Ask) -> Signal:
     share = used.value / total.value
     at_start = ask.scene.gpu_full_at_start.get(ask.subject)
     evidence = {"used_bytes": used.value, "total_bytes": total.value, "at_start": at_start}
-    if at_start is not None and at_start > ask.rule.factor:
-        return ask.value(share, at=used.at, evidence=evidence, quiet="it was so 10 min after the engine's start")
-    return ask.value(share, at=used.at, evidence=evidence)
+    quiet = None
+    if at_start is None:
+        quiet = not_settled(ask)
+    elif at_start > ask.rule.factor:
+        quiet = "it was so 10 min after the engine's start"
+    return ask.value(share, at=used.at, evidence=evidence, quiet=quiet)
+
+
+def not_settled(ask: Ask) -> str | None:
+    """Why it is too early to say what the engine on a GPU is meant to hold; None where nobody is awaited."""
+    target = ask.scene.target_on(ask.subject)
+    up_s = None if target is None or not target.engines else ask.started_s("running", target.engines[0])
+    return f"the engine started {up_s:.0f} s ago" if up_s is not None and up_s < SETTLED_S else None
 
 
 def gpu_memory_low(ask: Ask) -> Signal:
@@ -632,7 +706,7 @@ def gpu_memory_low(ask: Ask) -> Signal:
     floor = max(float(ask.rule.params["share"]) * total.value, float(ask.rule.params["bytes"]))
     earlier = next((v for _, v in ask.windows.history(ask.subject, "gpu_mem_free", ask.start())), free.value)
     evidence = {"free_bytes": free.value, "floor_bytes": floor, "free_bytes_before": earlier}
-    quiet = None if free.value < earlier else "it does not fall"
+    quiet = None if free.value < earlier - FALL_SHARE * floor else "it does not fall"
     return ask.value(free.value / floor, at=free.at, evidence=evidence, quiet=quiet)
 
 
@@ -646,34 +720,51 @@ def gpu_memory_growth(ask: Ask) -> Signal:
     target = ask.scene.target_on(ask.subject)
     if target is None or not target.engines:
         return ask.idle("no engine is known on this GPU")
-    up_s = ask.started_s("running", target.engines[0])
+    up_s = awake_s(ask, target)
     settle_s = float(ask.rule.params["settle"])
     if up_s is not None and up_s < settle_s + 300.0:
-        return ask.idle(f"the engine started {up_s / 60:.0f} min ago")
+        return ask.idle(f"the engine started or woke {up_s / 60:.0f} min ago")
     start = max(ask.start(), ask.now - (up_s - settle_s) if up_s is not None else 0.0)
-    history = list(ask.windows.history(ask.subject, "gpu_mem_used", start))
-    if not history or used.at - history[0][0] < 300.0:
+    first_at, first = next(ask.windows.history(ask.subject, "gpu_mem_used", start), (used.at, used.value))
+    if used.at - first_at < 300.0:
         return ask.idle("watched for too short a time")
-    growth = (used.value - history[0][1]) / total.value
-    return ask.value(growth, at=used.at, evidence={"from_bytes": history[0][1], "to_bytes": used.value})
+    growth = (used.value - first) / total.value
+    return ask.value(growth, at=used.at, evidence={"from_bytes": first, "to_bytes": used.value})
+
+
+def awake_s(ask: Ask, target: Target) -> float | None:
+    """Seconds since the engines of a target (re)started or woke; None where neither is known."""
+    memo = ask.scene.memo
+    if (target.name, "awake") not in memo:
+        since = [up for e in target.engines if (up := ask.started_s("running", e)) is not None]
+        for engine in target.engines:
+            slept = next((at for at, v in ask.windows.backward(engine, ("asleep", "")) if v > 0), None)
+            since += [] if slept is None else [ask.now - slept]
+        memo[(target.name, "awake")] = min(since, default=None)
+    awake: float | None = memo[(target.name, "awake")]
+    return awake
 
 
 def swapped(ask: Ask) -> Signal:
     """M5. Requests swapped out to the host, by engines that swap."""
     got = ask.latest("swapped")
-    return got if isinstance(got, Signal) else ask.value(got.value, at=got.at)
+    return ask.asleep() or (got if isinstance(got, Signal) else ask.value(got.value, at=got.at))
 
 
 def error_rate(ask: Ask) -> Signal:
     """M6. Wilson's lower bound of errors ÷ requests."""
     assert ask.target is not None  # noqa: S101
-    trouble = error_trouble(ask, ask.target) or ask.uncovered("finished", ask.target.engines[0])
+    trouble = error_trouble(ask, ask.target)
     if trouble:
         return trouble
+    uncovered = ask.uncovered("finished", ask.target.engines[0])
+    if uncovered and ask.uncovered("http"):
+        return uncovered
     errors, n, how = errors_and_requests(ask, ask.target, ask.start())
     if n <= 0:
         return ask.idle("no requests")
-    return ask.value(counted(ask, errors, n), method=how, evidence={"errors": errors, "requests": n})
+    return ask.value(counted(ask, errors, n), at=error_told_at(ask, ask.target), method=how,
+                     evidence={"errors": errors, "requests": n})
 
 
 def spec_decode_acceptance(ask: Ask) -> Signal:
@@ -686,7 +777,8 @@ def spec_decode_acceptance(ask: Ask) -> Signal:
     needed = ask.rule.min_count or 1
     if drafted < needed:
         return ask.idle(f"{drafted:.0f} of at least {needed} tokens drafted")
-    return ask.value(accepted / drafted, evidence={"accepted_tokens": accepted, "drafted_tokens": drafted})
+    return ask.value(accepted / drafted, at=ask.told_at("spec_draft"),
+                     evidence={"accepted_tokens": accepted, "drafted_tokens": drafted})
 
 
 # --- liveness --------------------------------------------------------------------------------------------------------
@@ -698,8 +790,8 @@ def starting(ask: Ask) -> bool:
     return target is not None and not target.ever_up and ask.now - target.first_seen_at < target.startup_within_s
 
 
-def failures(ask: Ask, name: str) -> float | Signal:
-    """How many reads in a row have failed so, up to now."""
+def failures(ask: Ask, name: str) -> Sample | Signal:
+    """How many reads in a row have failed so, up to the last one."""
     got = ask.latest(name)
     if isinstance(got, Signal):
         return got
@@ -708,7 +800,7 @@ def failures(ask: Ask, name: str) -> float | Signal:
         if value <= 0 or row >= MANY:
             break
         row += 1
-    return row
+    return got._replace(value=row)
 
 
 def engine_down(ask: Ask) -> Signal:
@@ -717,16 +809,16 @@ def engine_down(ask: Ask) -> Signal:
     if isinstance(row, Signal):
         return row
     if starting(ask):
-        return ask.idle("starting", row)
+        return ask.idle("starting", row.value)
     rung = ask.windows.latest(ask.subject, "rung", ask.now)
     fails = {0: "TCP", 1: "/health", 2: "/metrics"}.get(int(rung.value)) if isinstance(rung, Sample) else None
-    return ask.value(row, evidence={"failing": fails})
+    return ask.value(row.value, at=row.at, evidence={"failing": fails})
 
 
 def engine_slow(ask: Ask) -> Signal:
     """L1. Reads in a row that timed out."""
     row = failures(ask, "slow")
-    return row if isinstance(row, Signal) else ask.value(row)
+    return row if isinstance(row, Signal) else ask.value(row.value, at=row.at)
 
 
 def engine_stopped(ask: Ask) -> Signal:
@@ -734,7 +826,7 @@ def engine_stopped(ask: Ask) -> Signal:
     row = failures(ask, "down")
     if isinstance(row, Signal):
         return row
-    return ask.value(row if starting(ask) else 0.0, evidence={"starting": starting(ask)})
+    return ask.value(row.value if starting(ask) else 0.0, at=row.at, evidence={"starting": starting(ask)})
 
 
 def engine_stuck(ask: Ask) -> Signal:
@@ -748,35 +840,34 @@ def engine_stuck(ask: Ask) -> Signal:
     if sleeping or isinstance(running, Signal) or isinstance(waiting, Signal):
         return sleeping or next(s for s in (running, waiting) if isinstance(s, Signal))
     kv = ask.windows.latest(ask.subject, "kv_usage", ask.now)
-    flat_s, queue_s = in_flight_flat_s(ask), 0.0
-    if waiting.value > 0 and running.value <= 0 and isinstance(kv, Sample) and kv.value < 0.05:
-        queue_s = waiting_alone_s(ask)
-    value = max(flat_s / float(ask.rule.params["flat"]), queue_s / float(ask.rule.params["queue"]))
-    return ask.value(value, evidence={"running": running.value, "waiting": waiting.value, "flat_s": flat_s,
-                                      "waiting_alone_s": queue_s})
+    flat_limit_s, queue_limit_s = float(ask.rule.params["flat"]), float(ask.rule.params["queue"])
+    flat_s = held_s(ask, flat_limit_s, lambda runs, waits: runs + waits > 0, flat=True)
+    queue_s = 0.0
+    if isinstance(kv, Sample) and kv.value < EMPTY_KV:
+        queue_s = held_s(ask, queue_limit_s, lambda runs, waits: waits > 0 and runs <= 0, flat=False)
+    value = max(flat_s / flat_limit_s, queue_s / queue_limit_s)
+    return ask.value(value, at=min(running.at, waiting.at),
+                     evidence={"running": running.value, "waiting": waiting.value, "flat_s": flat_s,
+                               "waiting_alone_s": queue_s})
 
 
-def in_flight_flat_s(ask: Ask) -> float:
-    """Seconds for which work was in flight at every read and no progress counter moved."""
-    since = ask.now - float(ask.rule.params["flat"]) * 2 - 3 * ask.windows.interval_s
-    began = last = None
+def held_s(ask: Ask, limit_s: float, holds: Callable[[float, float], bool], *, flat: bool) -> float:
+    """Watched seconds for which `holds(running, waiting)` was true at every read, in this process of the engine.
+
+    `flat`: and no progress counter moved. What was not watched (a suspended host, a clock that stepped) is not counted.
+    """
+    since = ask.now - 2 * limit_s - 3 * ask.windows.interval_s
+    began = None
     for at, running, waiting in ask.windows.backward(ask.subject, ("running", ""), ("waiting", "")):
-        if running + waiting <= 0 or at < since:
+        if at < since or not holds(running, waiting):
             break
-        last, began = (at if last is None else last), at
-    if began is None or last is None:
+        began = at
+    if began is None:
         return 0.0
-    return max(0.0, last - max(began, progress_at(ask, ask.subject, since) or began))
-
-
-def waiting_alone_s(ask: Ask) -> float:
-    """Seconds for which requests waited while none ran."""
-    began = last = None
-    for at, running, waiting in ask.windows.backward(ask.subject, ("running", ""), ("waiting", "")):
-        if waiting <= 0 or running > 0:
-            break
-        last, began = (at if last is None else last), at
-    return 0.0 if began is None or last is None else last - began
+    began = max(began, ask.windows.restarted_at(ask.subject, "running") or began)
+    if flat:
+        began = max(began, progress_at(ask, ask.subject, since) or began)
+    return ask.windows.watched_s(ask.subject, "running", began)
 
 
 def watcher(ask: Ask) -> Signal:
@@ -785,9 +876,10 @@ def watcher(ask: Ask) -> Signal:
     failing = ask.windows.latest(ask.subject, "delivery_failing_s", ask.now)
     if isinstance(late, Sample):
         allowed_s = float(ask.rule.params["late_intervals"]) * ask.windows.interval_s
-        return ask.value(late.value / allowed_s, evidence={"late_s": late.value})
+        return ask.value(late.value / allowed_s, at=late.at, evidence={"late_s": late.value})
     if isinstance(failing, Sample):
-        return ask.value(failing.value / float(ask.rule.params["failing"]), evidence={"failing_s": failing.value})
+        allowed_s = float(ask.rule.params["failing"])
+        return ask.value(failing.value / allowed_s, at=failing.at, evidence={"failing_s": failing.value})
     return ask.idle("nothing known yet")
 
 
@@ -795,7 +887,7 @@ def blind(scene: Scene, rule: Rule, root: str, signals: Mapping[tuple[str, str],
           required: frozenset[str]) -> Signal:
     """L3. How many required signals of a target, its engines or a GPU are Gaps, and which.
 
-    A window that a fresh agent has not watched for long enough is no blindness; nor is an engine that still starts.
+    A window that a young agent has not watched for long enough is no blindness; nor is an engine that still starts.
     """
     target = scene.targets.get(root)
     ask = Ask(scene, SIGNALS[rule.signal][0], rule, root, 0.0)
@@ -803,7 +895,7 @@ def blind(scene: Scene, rule: Rule, root: str, signals: Mapping[tuple[str, str],
         return ask.idle("starting")
     subjects = {root, *(target.engines if target else ())}
     lost = {f"{s.id} of {s.subject}": s.why for (rule_id, subject), s in signals.items()
-            if rule_id in required and subject in subjects and s.state == "gap" and s.code is not Why.NOT_COVERED}
+            if rule_id in required and subject in subjects and s.state == "gap" and not s.evidence.get("young")}
     return ask.value(float(len(lost)), evidence={"lost": lost})
 
 
@@ -902,7 +994,7 @@ def alert_labels(scene: Scene, rule: Rule, alert: Alert) -> dict[str, str]:
         labels["gpu"] = alert.subject
         target = scene.target_on(alert.subject)
         if target is not None:
-            labels["engine"] = target.engines[0] if len(target.engines) == 1 else target.name
+            labels |= {"engine": target.engines[0]} if len(target.engines) == 1 else {}
     elif scene.target_of(alert.subject) is not None:
         labels["engine"] = alert.subject
     return {k: v for k, v in labels.items() if v}

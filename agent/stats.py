@@ -32,24 +32,25 @@ def wilson_lower(hits: float, n: float, z: float = Z_95) -> float:
 
 
 def add_buckets(histograms: Iterable[Mapping[float, float]]) -> list[tuple[float, float]]:
-    """Add histograms bound by bound (never average their quantiles) and make the counts rise."""
-    total: dict[float, float] = {}
-    for histogram in histograms:
-        for bound, count in histogram.items():
-            total[bound] = total.get(bound, 0.0) + count
+    """Add histograms bound by bound (never average their quantiles) and make the counts rise.
+
+    Only bounds that all of them have: what a histogram counted up to a bound that it lacks is not known.
+    """
+    given = [h for h in histograms if h]
+    bounds = sorted(set(given[0]).intersection(*given[1:])) if given else []
     rising, most = [], 0.0
-    for bound in sorted(total):
-        most = max(most, total[bound])
+    for bound in bounds:
+        most = max(most, sum(h[bound] for h in given))
         rising.append((bound, most))
     return rising
 
 
 def quantile(q: float, buckets: Buckets) -> float | None:
-    """Prometheus's histogram_quantile (promql/quantile.go, BucketQuantile): None for no observations.
+    """Prometheus's histogram_quantile (promql/quantile.go, BucketQuantile): None for no observations or no +Inf.
 
     In the last bucket it gives the last finite bound, as Prometheus does: say "over" beside it (see `in_last_bucket`).
     """
-    if len(buckets) < 2 or buckets[-1][1] <= 0:
+    if len(buckets) < 2 or not math.isinf(buckets[-1][0]) or buckets[-1][1] <= 0:
         return None
     rank = q * buckets[-1][1]
     i = next(i for i, (_, count) in enumerate(buckets) if count >= rank)
@@ -74,7 +75,7 @@ def slow_share(limit: float, buckets: Buckets) -> SlowShare:
     n = buckets[-1][1] if buckets else 0.0
     low, under_low = 0.0, 0.0
     for bound, count in buckets:
-        if bound == limit:
+        if math.isclose(bound, limit):  # 1.5 x 0.2 s is not quite 0.3 s
             return SlowShare(n, n - count, n - count, bound, bound)
         if bound > limit:
             return SlowShare(n, n - count, n - under_low, low, bound)

@@ -27,6 +27,8 @@ LATE_INTERVALS = 3  # a gap longer than this many intervals was not watched
 COARSE_NAMES = frozenset({"http", "finished", "rejections", "waiting", "process_start"})
 # Told at every read, also by one that got no page: kept apart, so that a dead target adds no row to its numbers.
 LIVENESS_NAMES = frozenset({"down", "slow", "rung"})
+# It was told, but not as a number: when it is told again it does not "first appear".
+UNREADABLE = frozenset({Why.NOT_A_NUMBER, Why.BAD_LINE, Why.SENTINEL, Why.OUT_OF_RANGE})
 NAN = math.nan
 
 
@@ -54,11 +56,13 @@ class Track:
         self.restarted_at: float | None = None  # when the process behind it last (re)started, as far as it tells
         self.started_at: float | None = None  # its process start time
 
-    def append(self, at: float, values: Mapping[SeriesKey, float]) -> None:
-        """Add one read. Where the clock has stepped back, what is known moves back with it."""
+    def append(self, at: float, values: Mapping[SeriesKey, float]) -> float:
+        """Add one read. Where the clock has stepped back, what is known moves back with it: by how much is returned."""
+        shift_s = 0.0
         if self.times and at <= self.times[-1]:
-            self._shift(at - self.times[-1] - self.interval_s)
-        restarted = self._restarted(at, values)
+            shift_s = at - self.times[-1] - self.interval_s
+            self.shift(shift_s)
+        self._note_restart(at, values)
         first = not self.times
         step = 0.0 if first else at - self.times[-1]
         self.watched.append((self.watched[-1] if self.watched else 0.0)
@@ -67,48 +71,61 @@ class Track:
         rows = len(self.times)
         for key, value in values.items():
             column = self.columns.get(key)
-            counter = SAMPLES.get(key[0], "gauge") != "gauge"
             if column is None:
-                # a counter that first appears on a target already watched counts from 0
-                column = self.columns[key] = array("d", [0.0 if counter else NAN]) * (rows - 1)
-                self.groups.setdefault(key[:2], {})[key[2]] = column
-                if counter and not first:
-                    self.last_raw[key] = 0.0
-            column.append(self._total(key, value, restarted, at) if counter else value)
-        for column in self.columns.values():
-            if len(column) < rows:
-                column.append(NAN)
+                column = self._begin(key, value, rows - 1)
+            column.append(self._total(key, value, column) if SAMPLES.get(key[0], "gauge") != "gauge" else value)
+        if len(values) < len(self.columns):
+            for column in self.columns.values():
+                if len(column) < rows:
+                    column.append(NAN)
         self._trim(at)
+        return shift_s
 
-    def _shift(self, by_s: float) -> None:
+    def shift(self, by_s: float) -> None:
+        """Move all that is known in time."""
         self.times = array("d", [t + by_s for t in self.times])
         if self.restarted_at is not None:
             self.restarted_at += by_s
 
-    def _restarted(self, at: float, values: Mapping[SeriesKey, float]) -> bool:
-        for (name, _, _), value in values.items():
-            if name == "process_start" and not math.isnan(value):
+    def _begin(self, key: SeriesKey, value: float, rows: int) -> array[float]:
+        """A new series. A counter that first appears on a target already watched counts from 0.
+
+        Not so one whose first word was unreadable (NaN), nor one that was gone for longer than rows are kept.
+        """
+        counts = SAMPLES.get(key[0], "gauge") != "gauge" and not math.isnan(value)
+        column = self.columns[key] = array("d", [0.0 if counts else NAN]) * rows
+        self.groups.setdefault(key[:2], {})[key[2]] = column
+        if counts and rows:
+            self.last_raw.setdefault(key, 0.0)
+        return column
+
+    def _note_restart(self, at: float, values: Mapping[SeriesKey, float]) -> None:
+        """Let counters count from 0: all where the process start time moved, else what dropped.
+
+        With what dropped goes what its subject does not tell now: it will come back as the new process counts it.
+        """
+        last_raw = self.last_raw
+        dropped = {key[1] for key, value in values.items() if key in last_raw and value < last_raw[key]}
+        for subject in dropped:
+            self.restarted_at = at
+            for key, last in last_raw.items():
+                if key[1] == subject and not values.get(key, NAN) >= last:
+                    last_raw[key] = 0.0
+        for key, value in values.items():
+            if key[0] == "process_start" and not math.isnan(value):
                 known, self.started_at = self.started_at, value
                 if known is None or abs(value - known) > 1.0:
                     self.restarted_at = min(value, at)
-                    return known is not None
-        return False
+                    if known is not None:
+                        self.last_raw = dict.fromkeys(last_raw, 0.0)
 
-    def _total(self, key: SeriesKey, value: float, restarted: bool, at: float) -> float:
+    def _total(self, key: SeriesKey, value: float, column: Sequence[float]) -> float:
         if math.isnan(value):
             return NAN
         last = self.last_raw.get(key)
         self.last_raw[key] = value
-        column = self.columns[key]
         total = last_number(column)
-        if last is None:
-            return total
-        if restarted:
-            return total + value
-        if value < last:
-            self.restarted_at = at
-            return total + value
-        return total + value - last
+        return total if last is None else total + value - last
 
     def _trim(self, at: float) -> None:
         extra = bisect_right(self.times, at - self.keep_s)
@@ -116,9 +133,18 @@ class Track:
             return
         for column in (self.times, self.watched, *self.columns.values()):
             del column[:extra]
-        for key in [k for k, c in self.columns.items() if all(map(math.isnan, c))]:
-            del self.columns[key], self.groups[key[:2]][key[2]]
-            self.last_raw.pop(key, None)
+        self._drop([k for k, c in self.columns.items() if all(map(math.isnan, c))])
+
+    def forget(self, subject: str) -> None:
+        """Let go of the numbers of a subject; what its counters stood at is kept, lest it come back."""
+        self._drop([k for k in self.columns if k[1] == subject])
+
+    def _drop(self, keys: Iterable[SeriesKey]) -> None:
+        for key in keys:
+            group = self.groups[key[:2]]
+            del self.columns[key], group[key[2]]
+            if not group:
+                del self.groups[key[:2]]
 
     def at_or_before(self, at: float) -> tuple[int, float]:
         """The row at or before `at`, and how far `at` lies into an unwatched gap after it (0 to 1; 0: no such gap)."""
@@ -132,10 +158,31 @@ class Track:
 
     def rises(self, group: tuple[str, str], start: float, end: float | None) -> dict[str, float]:
         """What each counter of a (name, subject) rose between two times, by key."""
-        i, share = self.at_or_before(start)
-        j, end_share = (len(self.times) - 1, 0.0) if end is None else self.at_or_before(end)
-        return {key: between(column, j, end_share) - between(column, i, share)
+        i, in_gap = self.at_or_before(start)
+        j, end_in_gap = (len(self.times) - 1, 0.0) if end is None else self.at_or_before(end)
+        until = self.times[j] if end is None else end
+        return {key: self._total_at(column, j, until, in_gap=end_in_gap > 0)
+                - self._total_at(column, i, start, in_gap=in_gap > 0)
                 for key, column in self.groups.get(group, {}).items()}
+
+    def _total_at(self, column: Sequence[float], i: int, at: float, *, in_gap: bool) -> float:
+        """A counter's total at row i. Inside what was not watched, of the track or of it alone, the rise is spread."""
+        total = column[i]
+        if total == total and not in_gap:
+            return total
+        before, after = i, i + 1
+        while before >= 0 and math.isnan(column[before]):
+            before -= 1
+        while after < len(column) and math.isnan(column[after]):
+            after += 1
+        if before < 0:
+            return 0.0
+        if after == len(column):
+            return column[before]
+        step = self.times[after] - self.times[before]
+        if step <= LATE_INTERVALS * self.interval_s:
+            return column[before]
+        return column[before] + (at - self.times[before]) / step * (column[after] - column[before])
 
     def watched_since(self, start: float) -> float:
         """Seconds watched between `start` and the last row."""
@@ -146,76 +193,99 @@ class Track:
         return max(0.0, self.watched[-1] - self.watched[i] - into)
 
 
-def between(column: Sequence[float], i: int, share: float) -> float:
-    """A counter's total at row i, or a share of the way into the unwatched gap after it, which is spread evenly."""
-    before = column[i]
-    if before != before:
-        before = number_before(column, i)
-    if share and not math.isnan(column[i + 1]):
-        return before + share * (column[i + 1] - before)
-    return before
-
-
 def last_number(column: Sequence[float]) -> float:
     """The last number of a column that is not NaN, else 0."""
-    return number_before(column, len(column) - 1)
+    return number_before(column, len(column) - 1, 0.0)
 
 
-def number_before(column: Sequence[float], i: int) -> float:
-    """The number at row i or the nearest before it, else 0."""
+def number_before(column: Sequence[float], i: int, otherwise: float) -> float:
+    """The number at row i or the nearest before it."""
     while i >= 0:
         if not math.isnan(column[i]):
             return column[i]
         i -= 1
-    return 0.0
+    return otherwise
+
+
+def only_coarse(values: Mapping[SeriesKey, float]) -> dict[SeriesKey, float]:
+    """What of a read is kept for days."""
+    return {k: v for k, v in values.items() if k[0] in COARSE_NAMES or (k[0] == "ttft" and k[2] == "count")}
 
 
 class Windows:
     """All tracks of a node, found by the subjects that they tell of."""
 
-    def __init__(self, interval_s: float) -> None:
+    def __init__(self, interval_s: float, raw_keep_s: float = RAW_KEEP_S) -> None:
         self.interval_s = interval_s
+        self.raw_keep_s = raw_keep_s
         self.tracks: dict[str, Track] = {}
         self.coarse: dict[str, Track] = {}
         self.owners: dict[tuple[str, str], str] = {}  # (subject, name) -> track
         self.gaps: dict[tuple[str, str], Gap] = {}  # (subject, name) -> why it is not told now
         self._unsaved: list[Row] = []
+        self._kept: dict[str, tuple[float, dict[SeriesKey, float]]] = {}  # track -> its last read, for the coarse one
 
     def ingest(self, batch: Batch) -> None:
         """Take one read of one source."""
         values: dict[SeriesKey, float] = {}
         live: dict[SeriesKey, float] = {}
+        gaps: list[Gap] = []
         for reading in batch.readings:
             if isinstance(reading, Gap):
-                self.gaps[(reading.subject, reading.name)] = reading
+                gaps.append(reading)
                 continue
             into = live if reading.name in LIVENESS_NAMES else values
             into[(reading.name, reading.subject, reading.key)] = reading.value
             self.gaps.pop((reading.subject, reading.name), None)
-        for name, group in ((batch.source, values), (f"{batch.source}#live", live)):
-            if group:
-                self._unsaved.append(self._add(name, "raw", batch.at, tuple(group), array("d", group.values())))
-        self._thin_out(batch.source, batch.at, values)
+        for gap in gaps:  # after the samples: one bad bucket makes the histogram a Gap
+            self.gaps[(gap.subject, gap.name)] = gap
+            kind = SAMPLES.get(gap.name, "gauge")
+            if values and gap.code in UNREADABLE and (kind == "counter" or (kind == "histogram" and gap.key)):
+                values[(gap.name, gap.subject, gap.key)] = NAN
+        if live:
+            self._take(f"{batch.source}#live", batch.at, live)
+        if values:
+            self._take(batch.source, batch.at, values)
 
-    def _thin_out(self, source: str, at: float, values: Mapping[SeriesKey, float]) -> None:
-        kept = {k: v for k, v in values.items() if k[0] in COARSE_NAMES or (k[0] == "ttft" and k[2] == "count")}
-        track = self.coarse.get(source)
-        if not kept or (track is not None and track.times and at - track.times[-1] < COARSE_EVERY_S - 0.5):
-            return
-        self._unsaved.append(self._add(source, "coarse", at, tuple(kept), array("d", kept.values())))
+    def _take(self, name: str, at: float, values: Mapping[SeriesKey, float]) -> None:
+        row = Row(name, "raw", at, tuple(values), array("d", values.values()))
+        self._unsaved.append(row)
+        restarted_at, coarse = self._restarted_at(name), self.coarse.get(name)
+        shift_s = self._add(row)
+        if shift_s and coarse is not None:
+            coarse.shift(shift_s)
+        self._thin_out(name, at, values, restarted=not shift_s and self._restarted_at(name) != restarted_at)
 
-    def _add(self, name: str, res: str, at: float, keys: tuple[SeriesKey, ...], values: array[float]) -> Row:
-        tracks = self.coarse if res == "coarse" else self.tracks
-        track = tracks.get(name)
+    def _restarted_at(self, name: str) -> float | None:
+        return self.tracks[name].restarted_at if name in self.tracks else None
+
+    def _thin_out(self, source: str, at: float, values: Mapping[SeriesKey, float], *, restarted: bool) -> None:
+        """A row a minute, and the two around a restart: else what rose just before a crash would be lost."""
+        kept = only_coarse(values)
+        track, last = self.coarse.get(source), self._kept.get(source)
+        if kept:
+            self._kept[source] = (at, kept)
+        if track is None or not restarted:
+            due = [(at, kept)] if track is None or at - track.times[-1] >= COARSE_EVERY_S - 0.5 else []
+        else:
+            due = [(at, kept)] if last is None or last[0] <= track.times[-1] else [last, (at, kept)]
+        for row_at, told in due:
+            if told:
+                row = Row(source, "coarse", row_at, tuple(told), array("d", told.values()))
+                self._unsaved.append(row)
+                self._add(row)
+
+    def _add(self, row: Row) -> float:
+        coarse = row.res == "coarse"
+        tracks = self.coarse if coarse else self.tracks
+        track = tracks.get(row.track)
         if track is None:
-            interval_s = max(self.interval_s, COARSE_EVERY_S) if res == "coarse" else self.interval_s
-            keep_s = COARSE_KEEP_S if res == "coarse" else RAW_KEEP_S
-            track = tracks[name] = Track(interval_s, keep_s)
-        track.append(at, dict(zip(keys, values, strict=True)))
-        if res == "raw":
-            for series, subject, _ in keys:
-                self.owners[(subject, series)] = name
-        return Row(name, res, at, keys, values)
+            interval_s = max(self.interval_s, COARSE_EVERY_S) if coarse else self.interval_s
+            track = tracks[row.track] = Track(interval_s, COARSE_KEEP_S if coarse else self.raw_keep_s)
+        if not coarse:
+            for series, subject, _ in row.keys:
+                self.owners[(subject, series)] = row.track
+        return track.append(row.at, dict(zip(row.keys, row.values, strict=True)))
 
     def unsaved(self) -> list[Row]:
         """Rows since the last call, for the store."""
@@ -223,9 +293,13 @@ class Windows:
         return rows
 
     def restore(self, rows: Iterable[Row]) -> None:
-        """Take back saved rows, oldest first."""
+        """Take back saved rows, in the order in which they were saved (the clock may have stepped back)."""
         for row in rows:
-            self._add(row.track, row.res, row.at, row.keys, row.values)
+            self._add(row)
+            if row.res == "raw":
+                kept = only_coarse(dict(zip(row.keys, row.values, strict=True)))
+                if kept:
+                    self._kept[row.track] = (row.at, kept)
 
     def forget(self, subject: str) -> None:
         """Let go of a subject that has ended."""
@@ -233,6 +307,8 @@ class Windows:
             del self.owners[owner]
         for known in [g for g in self.gaps if g[0] == subject]:
             del self.gaps[known]
+        for track in (*self.tracks.values(), *self.coarse.values()):
+            track.forget(subject)
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
@@ -285,10 +361,26 @@ class Windows:
         if coarse is None or group not in coarse.groups or start >= raw.times[0]:
             return raw.rises(group, start, end)
         joint = coarse.times[-1] if end is None else min(end, coarse.times[-1])
-        long = coarse.rises(group, start, joint)
-        if end is not None and end <= joint:
-            return long
-        return {key: rise + long.get(key, 0.0) for key, rise in raw.rises(group, joint, end).items()}
+        long, after = coarse.rises(group, start, joint), raw.rises(group, joint, end)
+        return {key: long[key] + (after[key] if joint != end else 0.0) if key in long else rise
+                for key, rise in raw.rises(group, start, end).items()}
+
+    def level(self, subject: str, name: str, at: float) -> float | None:
+        """What a gauge stood at at a time: its last number at or before it. None where memory does not reach back."""
+        owner = self.owners.get((subject, name))
+        tracks = () if owner is None else (self.tracks[owner], self.coarse.get(owner))
+        for track in tracks:
+            column = None if track is None else track.columns.get((name, subject, ""))
+            i = -1 if track is None else bisect_right(track.times, at) - 1
+            if column is not None and i >= 0:
+                number = number_before(column, i, NAN)
+                return None if math.isnan(number) else number
+        return None
+
+    def told_at(self, subject: str, name: str) -> float | None:
+        """When the page or call that tells `name` of `subject` was last read."""
+        track = self.track_of(subject, name)
+        return None if track is None else track.times[-1]
 
     def watched_s(self, subject: str, name: str, start: float) -> float:
         """Seconds watched since `start`, from whichever track reaches that far back."""
