@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agent.engines import EngineMap, hint, load_map, parse_map
@@ -211,7 +213,7 @@ def test_c042_an_engine_that_this_version_does_not_know_is_said_with_its_familie
     unknown = gap(readings, "kv_usage")
     assert unknown.code is Why.MISSING
     assert "llamacpp:requests_processing, llamacpp:requests_deferred" in unknown.why
-    assert "vLLM" in unknown.why
+    assert "(only vLLM)" in unknown.why
     assert facts(reader).kind == "unknown"
     assert not [r for r in readings if isinstance(r, Sample)]
 
@@ -311,6 +313,25 @@ def test_several_api_servers_have_no_http_counter_before_the_first_request() -> 
     assert not gaps(readings, "http")
     assert "counts nothing yet" in (found(reader, "http").why or "")
     assert samples(read(reader, TWO_SERVERS), "http") == {"2xx": 6}
+
+
+def test_openmetrics_gives_the_same_numbers() -> None:
+    """vLLM's Rust frontend answers OpenMetrics, its Python one does if asked: `_total` moves from family to sample."""
+
+    class Collector:
+        def collect(self) -> list[Metric]:
+            families = text_string_to_metric_families(ONE_ENGINE)
+            return [family for family in families if not family.name.endswith("_created")]
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collector())
+    page = generate_latest(registry).decode()  # type: ignore[no-untyped-call,unused-ignore]
+    assert "# TYPE vllm:num_preemptions counter" in page
+    assert page.endswith("# EOF\n")
+    reader = PageReader("t")
+    readings = reader.read(page.encode(), "application/openmetrics-text; version=1.0.0; charset=utf-8", 1.0)
+
+    assert set(readings) == set(first(ONE_ENGINE))
 
 
 def test_a_plan_that_is_used_again_reads_the_same_as_a_new_one() -> None:

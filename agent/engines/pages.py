@@ -306,7 +306,8 @@ class PageReader:
         shown = ", ".join(list(page.families)[:SHOWN_FAMILIES]) or "none"
         more = f" and {len(page.families) - SHOWN_FAMILIES} more" if len(page.families) > SHOWN_FAMILIES else ""
         muted = next((m for m in self._maps if is_muted(m, page.families)), None)
-        why = against or f"no engine that this version knows ({known}) has this page; it has the families {shown}{more}"
+        unknown = f"no engine that this version knows (only {known}) writes this page; its families: {shown}{more}"
+        why = against or unknown
         remedy = "give the address of a /metrics page of " + known
         if muted is not None and not against:
             why = f"{why}; if it is {muted.title}, {muted.muted}"
