@@ -6,7 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
+from typer.core import TyperGroup
+
+from agent.__main__ import app
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNBOOKS = {path.stem: path.read_text() for path in sorted((ROOT / "runbooks").glob("*.md"))}
@@ -46,3 +50,20 @@ def test_runbook_names_only_runbooks_that_exist(rule_id: str) -> None:
     text = re.sub(r"\s+", " ", RUNBOOKS[rule_id])
     followed = re.findall(r"(?:[Ff]ollow|go to|see|See) ([a-z0-9]+(?:-[a-z0-9]+)+)", text)
     assert [name for name in followed if name not in RUNBOOKS] == []
+
+
+@pytest.mark.parametrize("page", [*RUNBOOKS, "README.md"])
+def test_every_command_shown_exists(page: str) -> None:
+    """Copied at 3 a.m. from the runbook: `No such command`."""
+    text = RUNBOOKS.get(page) or (ROOT / page).read_text()
+    shown = re.findall(r"(?:^ +(?:\S*/)?|`)tocsin ([a-z]+)((?: [a-z]+)?)((?: +[^\n`#]*)?)", text, flags=re.MULTILINE)
+    root = typer.main.get_command(app)
+    assert isinstance(root, TyperGroup)
+    for name, sub, rest in shown:
+        command = root.commands.get(name)
+        assert command is not None, f"tocsin {name}"
+        if isinstance(command, TyperGroup):
+            command = command.commands.get(sub.strip())
+            assert command is not None, f"tocsin {name}{sub}"
+        known = {option for parameter in command.params for option in parameter.opts}
+        assert set(re.findall(r"--[a-z-]+", rest)) <= known | {"--config"}, f"tocsin {name}{sub}{rest}"
