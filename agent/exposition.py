@@ -25,19 +25,18 @@ from typing import NamedTuple
 from agent.model import Why
 
 ACCEPT = (
-    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
-    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.5,"
-    "application/openmetrics-text;version=1.0.0;q=0.4,"
-    "text/plain;version=0.0.4;q=0.3,*/*;q=0.1"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=0.0.4;q=0.5,"
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.4,"
+    "application/openmetrics-text;version=1.0.0;q=0.3,*/*;q=0.1"
 )
-"""What we tell a server that we can read."""
+"""What we tell a server that we can read. Text first: every engine writes it, and no lost `# EOF` can cost a page."""
 
 MAX_BYTES = 32 * 1024 * 1024
 MAX_LINE_BYTES = 64 * 1024
 MAX_SERIES = 50_000
 MAX_FAMILIES = 50_000
-MAX_LINES = 1_000_000
-MAX_BAD_LINES = 1_000
+MAX_LINES = 500_000
+MAX_BAD_LINES = 1_000  # listed one by one; of more of them only the first of each name is, so that no Gap is missed
 MAX_REMEMBERED_BYTES = 2 * 1024 * 1024  # larger pages are read afresh each time: memory is a feature of ours
 LATEST_AT_S = 1e10  # the year 2286; a timestamp above is in the wrong unit (milliseconds passed it in April 1970)
 
@@ -48,7 +47,7 @@ _NUMBER_BYTES = b"0123456789.eE+-"  # float() of a text of these alone reads it 
 _OTHER_NUMBERS = {"inf": math.inf, "infinity": math.inf, "nan": math.nan}
 _BLANK = b" \t\r"
 
-_NAME = re.compile(rb"[ \t]*+([a-zA-Z_:][a-zA-Z0-9_:]*+)(?:[ \t]|(?=\{))")
+_NAME = re.compile(rb"[ \t]*+([a-zA-Z_:][a-zA-Z0-9_:]*+)[ \t{]")
 _DECLARES = re.compile(rb"#[ \t]++(TYPE|HELP)(?:[ \t]++|$)")
 _DECLARED = re.compile(rb'(?:([a-zA-Z_:][a-zA-Z0-9_:]*+)|"([^"\\]++(?:\\.[^"\\]*+)*+)")(?:[ \t]++|$)')
 _TERM = re.compile(
@@ -132,11 +131,13 @@ class Page:
 
     `families`: family -> type, of every family that is declared (with or without samples) or has a sample; a counter
     goes without its `_total`. `duplicates` names series that came again (the first value counts), one entry a repeat.
+    `bad_count` counts the bad lines, of which `bad` lists the first 1,000 and at least one of each name.
     """
 
     series: list[Series] = field(default_factory=list)
     families: Mapping[str, str] = field(default_factory=dict)
     bad: list[BadLine] = field(default_factory=list)
+    bad_count: int = 0
     duplicates: list[str] = field(default_factory=list)
     natives: list[NativeHistogram] = field(default_factory=list)
     openmetrics: bool = False
@@ -146,7 +147,7 @@ class Page:
         """The first bad line in words, and how many more there are; None on a clean page."""
         if not self.bad:
             return None
-        more = f" (and {len(self.bad) - 1} more)" if len(self.bad) > 1 else ""
+        more = f" (and {self.bad_count - 1} more)" if self.bad_count > 1 else ""
         return f"{self.bad[0]}{more}"
 
     def has(self, family: str) -> bool:
@@ -406,6 +407,7 @@ class _Scan:
         self._seen: dict[tuple[str, frozenset[tuple[str, str]]], int] = {}
         self._names: dict[bytes, tuple[str, bool]] = {}
         self._unwanted: dict[bytes, bytes] = {}  # a head to itself: equal ones share their memory
+        self._bad_names: set[str] = set()
         self._eof_line = 0
         self._declared = False
 
@@ -467,10 +469,15 @@ class _Scan:
         return _NO_LINE_STARTS_SO
 
     def _bad(self, bad: BadLine) -> None:
-        self.page.bad.append(bad)
+        page = self.page
         self.remember = False
-        if len(self.page.bad) > MAX_BAD_LINES:
-            raise PageError(f"more than {MAX_BAD_LINES} lines do not parse: {self.page.error}")
+        page.bad_count += 1
+        if page.bad_count <= MAX_BAD_LINES or (bad.name and bad.name not in self._bad_names):
+            page.bad.append(bad)
+        elif not self.families:
+            raise PageError(f"no line of the page reads as a metric: {page.error}")
+        if bad.name:
+            self._bad_names.add(bad.name)
 
     def _declaration(self, line: bytes) -> bool:
         """A HELP or TYPE line makes its family known; False: only a comment."""
@@ -659,7 +666,7 @@ class Reader:
         lines = body.split(b"\n")
         if openmetrics == self._openmetrics and len(lines) == len(self._lines) and self._take_over(body, lines):
             self._lines = lines
-            return Page(self._series.copy(), self._families, openmetrics=openmetrics)
+            return Page(series=self._series.copy(), families=self._families, openmetrics=openmetrics)
         return self._read_afresh(body, lines, openmetrics)
 
     def _read_afresh(self, body: bytes, lines: list[bytes], openmetrics: bool) -> Page:

@@ -590,7 +590,7 @@ HOSTILE: list[tuple[str, Callable[[], bytes]]] = [
     ("comments to the limit", lambda: b"#" * (MAX_BYTES - 64) + b"\nok 1\n"),
     ("a name to the limit", lambda: b"m" * (MAX_BYTES - 64) + b" 1\nok 1\n"),
     ("native histograms", lambda: (b"m {count:" + b"1,a:[" * 12_000 + b"}\n") * 500 + b"ok 1\n"),
-    ("half a million line feeds", lambda: b"\n" * 500_000 + b"ok 1\n"),
+    ("half a million line feeds", lambda: b"\n" * 499_998 + b"ok 1\n"),
 ]
 
 
@@ -615,14 +615,24 @@ def test_too_much() -> None:
         (Reader(max_series=100), many, Why.TOO_LARGE),
         (Reader(max_series=100), b"m 1\n" * 101, Why.TOO_LARGE),
         (Reader([]), b"".join(b"m%d 1\n" % i for i in range(50_001)), Why.TOO_LARGE),
-        (Reader(), b"m 1\n" * 1_000_001, Why.TOO_LARGE),
+        (Reader(), b"m 1\n" * 500_001, Why.TOO_LARGE),
         (Reader(), b"m" * (MAX_BYTES + 1), Why.TOO_LARGE),
-        (Reader(), b"m 1\n" + b"?\n" * 1_001, Why.BAD_PAGE),
+        (Reader(), b"?\n" * 1_001 + b"m 1\n", Why.BAD_PAGE),
     ]:
         with pytest.raises(PageError) as refused:
             reader.read(body, TEXT)
         assert refused.value.code is code
     assert len(Reader(max_series=101).read(many, TEXT).series) == 101
+
+
+def test_bad_lines_beyond_the_list() -> None:
+    """Ten thousand lines of N/A cost ten thousand series, not the others, and every metric hit is named."""
+    page = read("m 1\n" + "".join(f'n{{a="{i}"}} N/A\n' for i in range(9_999)) + "late N/A\n?\n")
+
+    assert values(page) == {"m": 1}
+    assert (len(page.bad), page.bad_count) == (1_001, 10_001)
+    assert page.bad[-1].name == "late"
+    assert str(page.error).endswith("(and 10000 more)")
 
 
 def test_a_long_label_is_read_whole() -> None:
@@ -694,6 +704,9 @@ def outcome(reader: Reader, body: bytes, content_type: str) -> Any:
         ("x 1\na 2\n", "a 1\na 2\n"),
         ("a 1\n", "a{b=\"c\"} 1\n"),
         ("a 1\n", "a  1\n"),
+        ('x{b="1"} 1\n', 'xa{b="1"} 1\n'),
+        ('x{b="1"} 1\n', 'x?{b="1"} 1\n'),
+        ('a{b="1"} 1\n', 'a{b="1"}2 1\n'),
         ("a 1\n", "a 1 2\n"),
         ("a 1 2\n", "a 1\n"),
         ("a 1\n", "a 1e999\n"),
@@ -770,6 +783,31 @@ def test_one_line_after_another_changes(
         lines[i] = edit if isinstance(edit, str) else f"{lines[i].rpartition(' ')[0]} {edit}"
         body = ("\n".join(lines) + "\n").encode()
         assert outcome(reader, body, TEXT) == outcome(Reader(wanted), body, TEXT)
+
+
+SPLICES = st.tuples(
+    st.integers(0, 4000),
+    st.sampled_from([0, 0, 1, 2, 40]),
+    st.sampled_from(
+        [
+            *(" ", "\n", "\r", "\t", '"', "\\", "{", "}", ",", "=", "#", "_", "1", "N/A", "NaN", "e999", "inf", ""),
+            *("# TYPE ", "\n# EOF\n", "_created", "_total", " 1000", " # {} 1", "\xff", "\x1f\x8b"),
+        ]
+    ),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(edits=st.lists(SPLICES, min_size=1, max_size=8), content_type=st.sampled_from([TEXT, OPENMETRICS]))
+def test_memory_never_shows_on_a_page_gone_wrong(edits: list[tuple[int, int, str]], content_type: str) -> None:
+    """Bytes lost, put in or turned over anywhere in a real page: still what a fresh reader sees."""
+    page = bytearray(stored_page("vllm-router-0.1.17").encode())
+    wanted = ["vllm_router_retries", "vllm_router_cb_state", "vllm_router_retry_backoff_duration_seconds"]
+    reader = Reader(wanted)
+    for position, cut, inserted in edits:
+        body = bytes(page) + (b"# EOF\n" if content_type is OPENMETRICS else b"")
+        assert outcome(reader, body, content_type) == outcome(Reader(wanted), body, content_type)
+        page[position : position + cut] = inserted.encode("latin-1")
 
 
 def test_memory_never_shows_on_a_real_recording() -> None:
