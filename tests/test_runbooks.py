@@ -56,7 +56,7 @@ def test_runbook_names_only_runbooks_that_exist(rule_id: str) -> None:
 def test_every_command_shown_exists(page: str) -> None:
     """Copied at 3 a.m. from the runbook: `No such command`."""
     text = RUNBOOKS.get(page) or (ROOT / page).read_text()
-    shown = re.findall(r"(?:^ +(?:\S*/)?|`)tocsin ([a-z]+)((?: [a-z]+)?)((?: +[^\n`#]*)?)", text, flags=re.MULTILINE)
+    shown = re.findall(r"(?:^ +(?:\S*/)?|`)tocsin ([a-z]+)((?: [a-z]+)?)([^\n`#]*)", text, flags=re.MULTILINE)
     root = typer.main.get_command(app)
     assert isinstance(root, TyperGroup)
     for name, sub, rest in shown:
