@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,9 +110,11 @@ def scraper(url: str, timeout_s: float) -> Read:
 def _brief(fault: requests.RequestException) -> str:
     if isinstance(fault, requests.Timeout):
         return "no answer in time"
+    if not isinstance(fault, requests.ConnectionError):
+        return str(fault)[:200]
+    # urllib3 wraps the system's words in several layers: "HTTPConnection(…): …: [Errno 111] Connection refused"
     reason = getattr(fault.args[0] if fault.args else fault, "reason", fault)
-    text = str(reason).rpartition(": ")[2] if isinstance(fault, requests.ConnectionError) else str(fault)
-    return text[:200]
+    return re.sub(r"^\[Errno [0-9-]+\] ", "", str(reason).rpartition(": ")[2])[:200]
 
 
 def gpu_reader(source: Source) -> Read:

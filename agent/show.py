@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, TextIO
@@ -166,7 +166,7 @@ def verdict_line(answer: Answer) -> str:
     word = str(verdict).upper()
     if verdict in ("page", "ticket") and loud:
         return f"{word}: {_sentence(loud[0])}{_and_more(len(loud) - 1, 'out of range')}"
-    if verdict == "unknown" and not signals:
+    if verdict == "unknown" and all(s["state"] in ("IDLE", "N/A") for s in signals):
         return f"{word}: found nothing to watch"
     if verdict == "unknown" and unknown:
         first = next((s for s in unknown if s.get("required")), unknown[0])
@@ -195,6 +195,9 @@ def check_report(answer: Answer, *, show_all: bool) -> Report:
     looked = answer.get("looked_for") or ()
     report += [f"Looked for {clean(what)}" for what in looked]
     report.append(verdict_line(answer))
+    loud = sorted((s for s in signals if s["state"] in LOUD), key=_loudest_first)
+    if loud and loud[0].get("action"):
+        report.append(f"Do: {clean(loud[0]['action'])}")
     return report
 
 
@@ -224,14 +227,19 @@ def is_missing(found: Answer) -> bool:
     return found.get("how") is None and bool(found.get("required"))
 
 
-def _found_table(told: Sequence[object], found: Iterable[Answer]) -> Table:
+def _found_table(told: Sequence[object], found: Sequence[Answer]) -> Table | str:
+    title = "  ".join(dict.fromkeys(clean(word) for word in told if word))
+    if not found:
+        return title
+    several = len({item.get("subject") for item in found}) > 1
     columns = (Column("STATE"), Column("WHAT"), Column("OF", drop=1), Column("HOW, OR WHY NOT AND WHAT TO DO"))
     rows = []
     for item in found:
         state = "OK" if item.get("how") is not None else "MISSING" if is_missing(item) else "N/A"
         said = [item.get("how") or item.get("why") or "not told", item.get("note"), item.get("remedy")]
-        rows.append([state, item["name"], clean(item.get("subject") or ""), clean("; ".join(s for s in said if s))])
-    return Table(columns, rows, "  ".join(dict.fromkeys(clean(word) for word in told if word)))
+        subject = clean(item.get("subject") or "") if several else ""
+        rows.append([state, item["name"], subject, clean("; ".join(s for s in said if s))])
+    return Table(columns, rows, title)
 
 
 def doctor_report(answer: Answer) -> Report:
@@ -241,15 +249,15 @@ def doctor_report(answer: Answer) -> Report:
         told = tuple(target.get(key) for key in ("target", "url", "kind", "model"))
         report.append(_found_table(told, target.get("found") or ()))
         if target.get("error"):
-            report.append(f"MISSING  {clean(target.get('target'))}: {clean(target['error'])}")
+            report.append(f"MISSING  target {clean(target.get('target'))}: {clean(target['error'])}")
     for gpu in answer["gpus"]:
         told = (f"GPU {gpu.get('index')}", gpu.get("name"), gpu.get("bdf"), gpu.get("uuid"))
         report.append(_found_table(told, gpu.get("found") or ()))
     for source in answer["sources"]:
-        state = f"MISSING  {source['error']}" if source.get("error") else f"OK, read {span(source.get('age_s'))} ago"
-        report.append(clean(f"source {source['name']}: {state}"))
-    report += [f"Looked for {clean(what)}" for what in answer.get("looked_for") or ()]
+        told_of = source.get("error") or f"read {span(source.get('age_s') or 0.0)} ago"
+        report.append(clean(f"{'MISSING' if source.get('error') else 'OK':8} source {source['name']}: {told_of}"))
     if not answer["targets"] and not answer["gpus"]:
+        report += [f"Looked for {clean(what)}" for what in answer.get("looked_for") or ()]
         report.append("Found no engine and no GPU. Name an engine: tocsin doctor http://127.0.0.1:8000")
     return report
 

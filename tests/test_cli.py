@@ -113,6 +113,7 @@ def oneshot(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
             "UNKNOWN: cannot tell kv-cache-utilization of llama, because vllm:kv_cache_usage_perc is gone",
         ),
         ("unknown", [], 3, "UNKNOWN: found nothing to watch"),
+        ("unknown", [signal("H7", "node-error-burn-fast", "IDLE")], 3, "UNKNOWN: found nothing to watch"),
     ],
 )
 def test_check_is_a_verdict_in_words_and_an_exit_code(
@@ -129,8 +130,9 @@ def test_check_is_a_verdict_in_words_and_an_exit_code(
 def test_check_shows_the_ten_first(cli: Cli, view: FakeView) -> None:
     """H10 comes after H9, not after H1; of the rest only what is not in range; a pipe gets it plain and whole."""
     h10 = signal("H10", "prefix-cache-hit-rate", "OK", 0.61, limit=0.5)
+    hot = dict(HOT)
     errors = signal("M6", "error-rate", "BREACH", 0.021, limit=0.01, method="engine (lower bound)")
-    view.checked = answer("ticket", STUCK, h10, errors, NOT_HERE, HOT, FINE)
+    view.checked = answer("ticket", STUCK, h10, errors, NOT_HERE, hot, FINE)
     _, out, _ = cli("check")
     assert out == (
         "The ten on gpu-17\n"
@@ -147,7 +149,9 @@ def test_check_shows_the_ten_first(cli: Cli, view: FakeView) -> None:
         "1 of the rest are in range, idle or not applicable; --all shows them.\n"
         "TICKET: gpu-temperature on GPU-1 is 91 °C (limit 85 °C), and 1 more out of range\n"
     )
+    view.checked["signals"][4]["action"] = "Look at cooling."
     _, out, _ = cli("check", "--all")
+    assert out.endswith("and 1 more out of range\nDo: Look at cooling.\n")
     assert "L2  engine-stuck  OK" in out
     assert "--all shows them" not in out
 
@@ -256,15 +260,15 @@ GONE = {**FOUND, "how": None, "why": "vllm:kv_cache_usage_perc is gone", "remedy
 @pytest.mark.parametrize(
     ("found", "error", "code", "says"),
     [
-        (FOUND, None, 0, "OK     kv_usage  llama  vllm:kv_cache_usage_perc"),
+        (FOUND, None, 0, "OK     kv_usage  vllm:kv_cache_usage_perc"),
         (
             GONE,
             None,
             3,
-            "MISSING  kv_usage  llama  vllm:kv_cache_usage_perc is gone; look at the engine's version",
+            "MISSING  kv_usage  vllm:kv_cache_usage_perc is gone; look at the engine's version",
         ),
-        ({**GONE, "required": False}, None, 0, "N/A    kv_usage  llama  vllm:kv_cache_usage_perc is gone"),
-        (FOUND, "connection refused", 3, "MISSING  llama: connection refused"),
+        ({**GONE, "required": False}, None, 0, "N/A    kv_usage  vllm:kv_cache_usage_perc is gone"),
+        (FOUND, "connection refused", 3, "MISSING  target llama: connection refused"),
     ],
 )
 def test_doctor_tells_how_a_number_is_had(

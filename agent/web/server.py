@@ -22,7 +22,9 @@ MAX_SOCKET_PATH = 107  # bytes, of Linux
 WORKERS = 2
 STOP_WITHIN_S = 1.0
 LIMITS: dict[str, Any] = {
-    "connection_limit": 64,  # with waitress's select(), well below 1024 descriptors
+    "connection_limit": 64,
+    "asyncore_use_poll": True,  # select() cannot watch descriptors over 1023
+    "asyncore_loop_timeout": 10,  # s between looks for idle connections: an idle server need not wake every second
     "channel_timeout": 30,  # s that an idle or half-sent request may hold a connection
     "max_request_header_size": 16 * 1024,
     "max_request_body_size": 16 * 1024,  # no request of ours has a body
