@@ -648,7 +648,7 @@ def test_a_long_label_is_read_whole() -> None:
 def kept_bytes() -> int:
     """What exposition.py has allocated since tracemalloc started and still holds.
 
-    Without blocks of a megabyte: the interpreter's table of interned strings, which doubles at a time not of our choice.
+    Without blocks of a megabyte: the table of interned strings, which doubles at a time of its own choice.
     """
     gc.collect()
     mine = tracemalloc.Filter(True, "*/agent/exposition.py")
