@@ -738,7 +738,7 @@ def awake_s(ask: Ask, target: Target) -> float | None:
     if (target.name, "awake") not in memo:
         since = [up for e in target.engines if (up := ask.started_s("running", e)) is not None]
         for engine in target.engines:
-            slept = next((at for at, v in ask.windows.backward(engine, ("asleep", "")) if v > 0), None)
+            slept = ask.windows.last_over(engine, "asleep", 0.0)
             since += [] if slept is None else [ask.now - slept]
         memo[(target.name, "awake")] = min(since, default=None)
     awake: float | None = memo[(target.name, "awake")]

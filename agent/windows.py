@@ -416,6 +416,14 @@ class Windows:
             if not any(map(math.isnan, row)):
                 yield (track.times[i], *row)
 
+    def last_over(self, subject: str, name: str, limit: float) -> float | None:
+        """When a gauge was last over a limit; None: not as long as rows are kept."""
+        track = self.track_of(subject, name)
+        column = None if track is None else track.columns.get((name, subject, ""))
+        if track is None or column is None:
+            return None
+        return next((track.times[i] for i in range(len(column) - 1, -1, -1) if column[i] > limit), None)
+
     def restarted_at(self, subject: str, name: str) -> float | None:
         """When the process behind a subject last (re)started, as far as its page tells."""
         track = self.track_of(subject, name)
