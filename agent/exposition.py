@@ -691,7 +691,7 @@ class Reader:
             return False
         if len(body) > MAX_LINE_BYTES and max(map(len, lines)) > MAX_LINE_BYTES:
             return False
-        if any(_DECLARES.match(lines[i]) or lines[i].startswith(b"# EOF") for i in self._comments):
+        if any(_DECLARES.match(lines[i]) or lines[i].startswith(b"# EOF") for i in self._comments if changed[i]):
             return False
         fresh = [changed[i] for i in self._positions]
         found = [lines[i][cut:] for i, cut, new in zip(self._positions, self._cuts, fresh, strict=True) if new]
