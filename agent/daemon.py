@@ -15,6 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+if __name__ == "__main__":  # structlog would take rich along for tracebacks in colour: 4 MiB in a daemon that has none
+    sys.modules["rich"] = None  # type: ignore[assignment]
+
 import structlog
 
 from agent import sdnotify

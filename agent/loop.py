@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from agent.model import Alert, AlertMessage, Batch, Book, EngineFacts, Sample, Signal, Source, Transition
-from agent.node import Node, alert_row
+from agent.node import Node
 from agent.notifiers import Route, owed_to
 from agent.outbox import ChannelStatus, Outbox
 from agent.store import FrameRow, LayoutRow, NotSaved, Store
@@ -29,6 +29,12 @@ log = structlog.get_logger()
 GRACE_S = 1.0  # how long a tick waits for its sources
 PRUNE_EVERY_S = 60.0
 SELF = "self"
+# The samples without which a required signal is a Gap.
+MADE_FROM: Mapping[str, tuple[str, ...]] = {
+    "queue_age": ("waiting", "ttft"), "kv_cache_utilization": ("kv_usage",), "preemptions": ("preemptions",),
+    "ttft_slow_share": ("ttft",), "itl_slow_share": ("itl",), "error_burn": ("finished",),
+    "gpu_temperature": ("gpu_temp_c",), "gpu_memory": ("gpu_mem_used", "gpu_mem_total"),
+}
 HISTORY_ROWS = 200  # past transitions in `tocsin alerts`
 
 
@@ -234,8 +240,7 @@ class Agent:
         if include_resolved:
             for past in reversed(self.store.transitions(last=HISTORY_ROWS)):
                 if past["kind"] == "resolved":
-                    alert = msgspec.convert(past["alert"], Alert)
-                    rows.append(alert_row(alert, "resolved", past["at"], alert.annotations.get("summary", "")))
+                    rows.append(self.node.alert_row(msgspec.convert(past["alert"], Alert), past["at"]))
         return rows
 
     def doctor(self) -> dict[str, Any]:
@@ -345,7 +350,7 @@ def _rows(frames: Iterable[FrameRow], keys: Mapping[tuple[str, int], tuple[Serie
 
 def doctor_report(node: Node, slots: Mapping[str, Slot], mono: float) -> dict[str, Any]:
     """What `tocsin doctor` shows: how each quantity was had."""
-    required = {rule.signal for rule in node.setup.rules if rule.required}
+    required = {name for rule in node.setup.rules if rule.required for name in MADE_FROM.get(rule.signal, ())}
     targets = []
     for target in node.setup.targets:
         slot = slots.get(f"engine:{target.name}")
@@ -355,7 +360,7 @@ def doctor_report(node: Node, slots: Mapping[str, Slot], mono: float) -> dict[st
                         "engines": list(facts.engines), "error": slot.last.error if slot and slot.last else None,
                         "found": [f._asdict() | {"required": f.name in required} for f in facts.found]})
     gpus = [{"uuid": g.uuid, "index": g.index, "name": g.name, "bdf": g.bdf, "limit_c": g.limit_c,
-             "found": [f._asdict() for f in g.found]} for g in node.gpus.values()]
+             "found": [f._asdict() | {"required": f.name in required} for f in g.found]} for g in node.gpus.values()]
     sources = [{"name": name, "age_s": round(mono - slot.answered_at, 1),
                 "took_s": slot.last.took_s if slot.last else None, "error": slot.last.error if slot.last else None}
                for name, slot in slots.items()]

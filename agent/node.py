@@ -240,7 +240,7 @@ class Node:
             "value": signal.value, "unit": unit, "limit": limit, "method": signal.method,
             "age_s": round(max(0.0, self.scene.now - signal.at), 3), "why": signal.why or signal.quiet,
             "severity": alert.severity if alert is not None else self.severity_of(rule, signal.subject),
-            "required": rule.required, "evidence": dict(signal.evidence),
+            "required": rule.required, "evidence": dict(signal.evidence), "action": rule.action,
             "text": words.what(signal, unit) if signal.state in ("value", "idle") else "",
         }
 
@@ -254,24 +254,25 @@ class Node:
 
     def alerts(self) -> list[dict[str, Any]]:
         """The open alerts, in the contract of `tocsin alerts --json`."""
-        return [alert_row(a, a.state, None, self.annotations(a).get("summary", "")) for a in self.book.alerts.values()]
+        return [self.alert_row(a) for a in self.book.alerts.values()]
 
-
-def alert_row(alert: Alert, state: str, until: float | None, summary: str) -> dict[str, Any]:
-    """One row of `tocsin alerts --json`. `incident` is null until incidents exist."""
-    return {"rule": alert.rule, "subject": alert.subject, "state": state, "severity": alert.severity,
-            "since": alert.since, "until": until, "value": alert.value, "limit": alert.limit, "incident": None,
-            "summary": summary}
+    def alert_row(self, alert: Alert, until: float | None = None) -> dict[str, Any]:
+        """One row of `tocsin alerts --json`, resolved where `until` is given. There are no incidents yet."""
+        rule = self.rules.get(alert.rule)
+        texts = self.annotations(alert) if until is None else alert.annotations
+        return {"rule": alert.rule, "subject": alert.subject, "state": alert.state if until is None else "resolved",
+                "severity": alert.severity, "since": alert.since, "until": until, "value": alert.value,
+                "limit": alert.limit, "incident": None, "summary": texts.get("summary", ""),
+                "unit": SIGNALS[rule.signal][0].unit if rule else ""}
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Page beats ticket beats unknown beats healthy; only required signals make it unknown."""
+    """Page beats ticket beats unknown beats healthy; a required signal makes it unknown, or nothing judged at all."""
     worst = max((SEVERITY_RANK[r["severity"]] for r in rows if r["state"] in ("BREACH", "PENDING")), default=0)
     if worst:
         return "page" if worst == SEVERITY_RANK["page"] else "ticket"
-    if not rows or any(r["state"] == "UNKNOWN" and r["required"] for r in rows):
-        return "unknown"
-    return "healthy"
+    lost = any(r["state"] == "UNKNOWN" and r["required"] for r in rows)
+    return "unknown" if lost or not any(r["state"] == "OK" for r in rows) else "healthy"
 
 
 def slo_note(rule: Rule, slo: Slo) -> str:

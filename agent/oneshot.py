@@ -25,7 +25,7 @@ def sample(config: Config, watch_for_s: float, progress: Callable[[str], None]) 
     collector = Collector(sources)
     try:
         found = _round(node, collector, READ_WITHIN_S)
-        looked_for = _looked_for(config, node, sources, found)
+        looked_for = _looked_for(config, sources, found)
         if node.setup.targets or node.gpus:
             _watch(node, collector, watch_for_s, progress)
     finally:
@@ -56,15 +56,14 @@ def _prepare(config: Config) -> tuple[Node, Sequence[Source]]:
     return Node(setup_of(config, rules_for(config, CATALOGUE).rules, clip_windows=True)), sources
 
 
-def _looked_for(config: Config, node: Node, sources: Sequence[Source], errors: dict[str, str | None]) -> list[str]:
+def _looked_for(config: Config, sources: Sequence[Source], errors: dict[str, str | None]) -> list[str]:
     said = []
     if not config.engines:
         said.append(f"engines: none is configured; name them under `engines:` in {DEFAULT_PATH} (or --config FILE), "
                     "or look at one with `tocsin doctor URL`")
     for source in sources:
         if source.name == "nvml":
-            count = len(node.gpus)
-            said.append(f"NVML: {errors['nvml'] or f'{count} GPU' + ('s' if count != 1 else '')}")
+            said.append(f"NVML: {errors['nvml'] or getattr(source, 'note', '')}")
         else:
             said.append(f"{source.name.replace(':', ' ', 1)}: {errors[source.name] or 'answers'}")
     if config.nvml == "off":
@@ -81,6 +80,6 @@ def doctor(config: Config, urls: Sequence[str]) -> dict[str, Any]:
     try:
         errors = _round(node, collector, READ_WITHIN_S)
         return doctor_report(node, collector.slots, time.monotonic()) | {
-            "looked_for": _looked_for(config, node, sources, errors)}
+            "looked_for": _looked_for(config, sources, errors)}
     finally:
         collector.stop()

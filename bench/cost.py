@@ -46,7 +46,7 @@ def peak_mib(pid: int) -> float:
 
 def serve(count: int) -> None:
     """Serve `count` engines until killed; prints their URLs as JSON."""
-    bodies = [row["body"].encode() for row in rows(KV_PRESSURE) if row["body"]]
+    bodies: list[bytes] = [row["body"].encode() for row in rows(KV_PRESSURE) if row["body"]]
     began = time.monotonic()
     servers = []
     for i in range(count):
