@@ -43,10 +43,11 @@ class Row(NamedTuple):
 
 
 class Track:
-    """One source's reads in time. `interval_s` is how often it is meant to be read."""
+    """One source's reads in time. `interval_s` is how often it has a row, `poll_s` how often its source is read."""
 
-    def __init__(self, interval_s: float, keep_s: float) -> None:
+    def __init__(self, interval_s: float, keep_s: float, poll_s: float) -> None:
         self.interval_s = interval_s
+        self.poll_s = poll_s
         self.keep_s = keep_s
         self.times: array[float] = array("d")
         self.watched: array[float] = array("d")  # seconds watched since the track began
@@ -60,7 +61,7 @@ class Track:
         """Add one read. Where the clock has stepped back, what is known moves back with it: by how much is returned."""
         shift_s = 0.0
         if self.times and at <= self.times[-1]:
-            shift_s = at - self.times[-1] - self.interval_s
+            shift_s = at - self.times[-1] - self.poll_s
             self.shift(shift_s)
         self._note_restart(at, values)
         first = not self.times
@@ -250,22 +251,24 @@ class Windows:
     def _take(self, name: str, at: float, values: Mapping[SeriesKey, float]) -> None:
         row = Row(name, "raw", at, tuple(values), array("d", values.values()))
         self._unsaved.append(row)
-        restarted_at, coarse = self._restarted_at(name), self.coarse.get(name)
+        restarted_at = self._restarted_at(name)
         shift_s = self._add(row)
-        if shift_s and coarse is not None:
-            coarse.shift(shift_s)
-        self._thin_out(name, at, values, restarted=not shift_s and self._restarted_at(name) != restarted_at)
+        self._thin_out(name, at, values, broken=shift_s != 0 or self._restarted_at(name) != restarted_at)
 
     def _restarted_at(self, name: str) -> float | None:
         return self.tracks[name].restarted_at if name in self.tracks else None
 
-    def _thin_out(self, source: str, at: float, values: Mapping[SeriesKey, float], *, restarted: bool) -> None:
-        """A row a minute, and the two around a restart: else what rose just before a crash would be lost."""
+    def _thin_out(self, source: str, at: float, values: Mapping[SeriesKey, float], *, broken: bool) -> None:
+        """A row a minute, and the two around a break.
+
+        Around a restart, else what rose just before a crash would be lost; around a step back of the clock, so that
+        both tracks move alike, also when they are restored.
+        """
         kept = only_coarse(values)
         track, last = self.coarse.get(source), self._kept.get(source)
         if kept:
             self._kept[source] = (at, kept)
-        if track is None or not restarted:
+        if track is None or not broken:
             due = [(at, kept)] if track is None or at - track.times[-1] >= COARSE_EVERY_S - 0.5 else []
         else:
             due = [(at, kept)] if last is None or last[0] <= track.times[-1] else [last, (at, kept)]
@@ -281,7 +284,8 @@ class Windows:
         track = tracks.get(row.track)
         if track is None:
             interval_s = max(self.interval_s, COARSE_EVERY_S) if coarse else self.interval_s
-            track = tracks[row.track] = Track(interval_s, COARSE_KEEP_S if coarse else self.raw_keep_s)
+            track = Track(interval_s, COARSE_KEEP_S if coarse else self.raw_keep_s, self.interval_s)
+            tracks[row.track] = track
         if not coarse:
             for series, subject, _ in row.keys:
                 self.owners[(subject, series)] = row.track
@@ -358,7 +362,7 @@ class Windows:
             return {}
         raw, coarse = self.tracks[owner], self.coarse.get(owner)
         group = (name, subject)
-        if coarse is None or group not in coarse.groups or start >= raw.times[0]:
+        if coarse is None or start >= raw.times[0] or coarse.times[0] >= raw.times[0]:
             return raw.rises(group, start, end)
         joint = coarse.times[-1] if end is None else min(end, coarse.times[-1])
         long, after = coarse.rises(group, start, joint), raw.rises(group, joint, end)
@@ -388,7 +392,7 @@ class Windows:
         if owner is None:
             return 0.0
         raw, coarse = self.tracks[owner], self.coarse.get(owner)
-        if coarse is None or not raw.times or start >= raw.times[0] or not coarse.times:
+        if coarse is None or start >= raw.times[0] or coarse.times[0] >= raw.times[0]:
             return raw.watched_since(start)
         return max(raw.watched_since(start), coarse.watched_since(start) + raw.watched_since(coarse.times[-1]))
 
