@@ -397,7 +397,7 @@ def stories(draw: st.DrawFn) -> list[tuple[float, dict[str, float | None]]]:
     """Reads of one engine: irregular, with gaps, clock steps, restarts, and series that come and go."""
     at, start = 0.0, -50.0
     totals = {"preemptions": 7.0, "finished.error": 2.0, "finished.stop": 5.0}
-    story = []
+    story: list[tuple[float, dict[str, float | None]]] = []
     for _ in range(draw(st.integers(4, 40))):
         at += draw(st.sampled_from([5.0, 5.0, 5.0, 5.1, 4.9, 12.0, 16.0, 60.0, 400.0, -30.0]))
         if draw(st.integers(0, 9)) == 0:
