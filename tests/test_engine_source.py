@@ -332,6 +332,48 @@ def test_half_a_page_is_no_page(server: PageServer, source: EngineSource) -> Non
     assert is_whole(source.read(3.0))
 
 
+def chunked(body: bytes) -> bytes:
+    """Transfer-Encoding: chunked, in pieces of 1,000 bytes."""
+    pieces = [body[i : i + 1000] for i in range(0, len(body), 1000)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+def test_a_page_in_chunks_is_read_and_half_of_it_is_not(server: PageServer, source: EngineSource) -> None:
+    """A proxy before the engine sends no Content-Length: the end is told by the last chunk alone."""
+    headers = {"Transfer-Encoding": "chunked", "Content-Length": ""}
+    server.set_page(chunked(PAGE), headers=headers)
+    assert is_whole(source.read(2.0))
+    server.set_page(chunked(PAGE)[:30_000], headers=headers)
+    batch = source.read(3.0)
+
+    assert gap_of_kv(batch).code is Why.BAD_PAGE
+    assert "incomplete read" in gap_of_kv(batch).why
+
+
+def test_what_is_not_http_is_said(server: PageServer) -> None:
+    """The port of something else: it answers, though nothing that we know."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        source = EngineSource("t", f"http://127.0.0.1:{other.getsockname()[1]}", health_total_s=SHORT_S)
+
+        def greet() -> None:
+            for _ in range(2):  # /metrics and /health
+                connection = other.accept()[0]
+                connection.recv(1000)
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                connection.close()
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        batch = source.read(1.0)
+        thread.join(5)
+        source.close()
+
+    assert gap_of_kv(batch).code is Why.ERROR
+    assert gap_of_kv(batch).why.endswith("fails: no HTTP answer: BadStatusLine")
+
+
 def test_a_redirect_to_elsewhere_is_not_followed(server: PageServer, source: EngineSource) -> None:
     """An engine's port was taken over by something that sends us to another host, with a secret in the address."""
     with PageServer(PAGE) as elsewhere:

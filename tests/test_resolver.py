@@ -554,6 +554,35 @@ def test_two_models_of_one_engine_add_up_and_shares_do_not() -> None:
     assert value(readings, "preemptions") == 11
 
 
+def test_a_counter_of_several_series_goes_on_when_one_of_them_leaves() -> None:
+    """A model was unloaded: the sum fell from 11 to 1 and was taken for a restart with one new preemption."""
+    reader = PageReader("t")
+    lines = ['vllm:num_preemptions_total{engine="0",model_name="%s"} %d', "vllm:num_requests_running 0"]
+
+    def total(started: float = 100.0, **models: int) -> float:
+        page = [lines[0] % model for model in models.items()]
+        return value(read(reader, vllm("\n".join([*page, lines[1]]), started)), "preemptions")
+
+    assert total(a=10, b=1) == 11
+    assert total(b=1) == 11
+    assert total(b=3) == 13
+    assert total(b=3, c=2) == 15
+    assert total(a=12, b=3, c=2) == 17  # back again, two more
+    assert total(started=900.0, b=1) == 1  # another process counts from 0
+
+
+def test_a_garbled_line_of_one_handler_does_not_drop_the_count() -> None:
+    """One of two handlers could not be read for one scrape: 600 requests less, then 600 that never were."""
+    reader = PageReader("t")
+    page = """http_requests_total{handler="/v1/completions",method="POST",status="2xx"} 400
+        http_requests_total{handler="/v1/chat/completions",method="POST",status="2xx"} 600
+        vllm:num_requests_running 0"""
+
+    assert samples(read(reader, vllm(page)), "http") == {"2xx": 1000}
+    assert samples(read(reader, vllm(page.replace("600", "6OO"))), "http") == {"2xx": 1000}
+    assert samples(read(reader, vllm(page.replace("600", "605"))), "http") == {"2xx": 1005}
+
+
 def test_only_requests_for_inference_count() -> None:
     """A dashboard polled /v1/models each second and hid every error among its 200s."""
     page = """http_requests_total{handler="/v1/completions",method="POST",status="2xx"} 5

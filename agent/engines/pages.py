@@ -36,6 +36,7 @@ RESTART_S = 1.0  # a process start time that moved by more is another process
 SHOWN_FAMILIES = 12  # of a page that is not understood, in words
 
 SlotKey = tuple[str, str, str]  # (name, subject, key), as in Sample
+Apart = tuple[tuple[str, str], ...]  # a series' labels without those in which copies of one number differ
 _FACTORS: Mapping[str, float] = {"ms": 1e-3, "us": 1e-6, "percent": 1e-2}
 
 
@@ -54,6 +55,7 @@ class _Many(NamedTuple):
     quantity: Quantity
     unit: str
     groups: tuple[tuple[int, ...], ...]  # copies of one number stand in one group
+    plus: float  # of series that were here and are gone
 
 
 class _Hole(NamedTuple):
@@ -71,7 +73,7 @@ class _Member(NamedTuple):
     name: str
     key: str
     engine: str | None  # its index, as its label says
-    apart: tuple[tuple[str, str], ...]  # its labels without those in which copies of one number differ
+    apart: Apart
     series: Series
 
 
@@ -124,6 +126,9 @@ class PageReader:
         self._indices: tuple[str, ...] = ()
         self._closed: set[str] = set()
         self._expected: set[SlotKey] = set()  # seen since this process of the engine began
+        self._places: dict[SlotKey, dict[Apart, list[int]]] = {}  # of each counter's series, at the last plan
+        self._gone: dict[SlotKey, dict[Apart, float]] = {}  # series that vanished while others of their counter stayed
+        self._series: Sequence[Series] = ()  # of the last page
         self._percent: set[tuple[str, str]] = set()  # (build, quantity) that turned out to be in percent
         self._started: float | None = None
         self._was_down = False
@@ -140,19 +145,20 @@ class PageReader:
             PageError: the page as a whole must not be used; `failed` then says what is owed for it.
         """
         page = self._reader.read(body, content_type)
+        plan = self._plan_for(page)
+        self._series = page.series
+        return self._readings(plan, page.series, at)
+
+    def _plan_for(self, page: Page) -> _Plan:
         plan = self._plan
         if plan is not None and page.families is plan.families and not page.bad and not plan.had_bad:
-            if not self._is_restarted(page, plan.starts):
-                return self._readings(plan, page.series, at)
-            return self._readings(self._replan(page, restarted=True), page.series, at)
+            return self._replan(page, restarted=True) if self._is_restarted(page, plan.starts) else plan
         restarted = self._is_restarted(page, self._starts(page.series))
         layout = [(series.name, series.labels) for series in page.series]
         if plan is None or restarted or page.bad or plan.had_bad or not _is_same(plan, page, layout):
-            plan = self._replan(page, restarted)
-        else:
-            plan = plan._replace(families=page.families)
-        self._plan = plan
-        return self._readings(plan, page.series, at)
+            return self._replan(page, restarted)
+        self._plan = plan._replace(families=page.families)
+        return self._plan
 
     def failed(self, code: Why, why: str, at: float, *, is_down: bool = False) -> list[Sample | Gap]:
         """What is owed for a read without a usable page: a Gap for all that the target should tell.
@@ -214,7 +220,7 @@ class PageReader:
                 if not 0.0 <= series[i].value <= top:
                     return self._unfit(plan, many.slot, series[i].name, series[i].value, top, at)
         parts = [max(series[i].value for i in group) for group in many.groups]
-        value = (max(parts) if many.quantity.merge == "max" else sum(parts)) * factor
+        value = (max(parts) if many.quantity.merge == "max" else sum(parts) + many.plus) * factor
         return Sample(name, subject, 1.0 - value if many.quantity.invert else value, at, key)
 
     def _unfit(self, plan: _Plan, slot: SlotKey, metric: str, value: float, top: float, at: float) -> Gap:
@@ -249,6 +255,8 @@ class PageReader:
         """Work out anew what stands where. `restarted`: another process may have other engines and features."""
         if restarted:
             self._expected.clear()
+            self._places.clear()
+            self._gone.clear()
         names = self._resolve(page.families, restarted)
         layout = [(series.name, series.labels) for series in page.series]
         if names is None:
@@ -323,6 +331,7 @@ class PageReader:
         members = list(_members(page.series, names))
         subjects = self._see({m.engine for m in members if names.map.quantities[m.name].of == "engine"}, restarted)
         slots = _slots(members, names, subjects, self.target)
+        self._keep_gone(slots)
         ones: list[_One] = []
         many: list[_Many] = []
         fixed: list[tuple[SlotKey, float]] = []
@@ -332,12 +341,26 @@ class PageReader:
             if quantity.label is not None:
                 _from_label(slot, quantity, group, fixed, holes)
             else:
-                _from_values(slot, quantity, group, names, ones, many)
+                plus = sum(value for value in self._gone.get(slot, {}).values() if 0.0 <= value <= LARGEST)
+                _from_values(slot, quantity, group, names, plus, ones, many)
         holes += self._holes(names, set(slots), subjects, page.bad)
         self._expected |= set(slots)
         facts = self._say(page, names, subjects, slots, holes)
         starts = self._starts(page.series)
         return _Plan(page.families, layout, bool(page.bad), ones, many, fixed, holes, starts, names, facts)
+
+    def _keep_gone(self, slots: Mapping[SlotKey, Sequence[_Member]]) -> None:
+        """A counter of several series must not drop because one of them left: that would read as a restart."""
+        last = self._series
+        for slot, places in self._places.items():
+            gone = self._gone.setdefault(slot, {})
+            gone |= {apart: max(last[i].value for i in at) for apart, at in places.items()}
+        self._places = defaultdict(lambda: defaultdict(list))
+        for slot, group in slots.items():
+            if SAMPLES[slot[0]] != "gauge":
+                for member in group:
+                    self._places[slot][member.apart].append(member.at)
+                    self._gone.get(slot, {}).pop(member.apart, None)  # here, so not gone
 
     def _see(self, found: set[str | None], restarted: bool) -> dict[str, str]:
         """Index -> subject of every engine here, those included that should be here and are not."""
@@ -514,7 +537,13 @@ def _from_label(
 
 
 def _from_values(
-    slot: SlotKey, quantity: Quantity, members: Sequence[_Member], names: Names, ones: list[_One], many: list[_Many]
+    slot: SlotKey,
+    quantity: Quantity,
+    members: Sequence[_Member],
+    names: Names,
+    plus: float,
+    ones: list[_One],
+    many: list[_Many],
 ) -> None:
     had = names.quantities[slot[0]]
     unit = (had.alias.unit if isinstance(had, Chosen) else None) or quantity.unit
@@ -524,13 +553,13 @@ def _from_values(
             slot = (slot[0], slot[1], repr(float(slot[2]) * factor))
         if slot[2] != "sum":
             unit = "1"
-    if len(members) == 1 and not quantity.invert and unit in {"1", "s", "ratio"}:
+    if len(members) == 1 and not plus and not quantity.invert and unit in {"1", "s", "ratio"}:
         ones.append(_One(members[0].at, slot, SHARE_TOP if unit == "ratio" else LARGEST))
         return
-    groups: dict[tuple[tuple[str, str], ...], list[int]] = defaultdict(list)
+    groups: dict[Apart, list[int]] = defaultdict(list)
     for member in members:
         groups[member.apart].append(member.at)
-    many.append(_Many(slot, quantity, unit, tuple(tuple(group) for group in groups.values())))
+    many.append(_Many(slot, quantity, unit, tuple(tuple(group) for group in groups.values()), plus))
 
 
 def _spoilt(names: Names, bad: Sequence[BadLine]) -> dict[str, str]:

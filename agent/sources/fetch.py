@@ -164,6 +164,9 @@ class Fetcher:
             return FetchError(Why.UNREACHABLE, "reset: the connection was closed without an answer", is_down=True)
         if isinstance(error, socket.gaierror):
             return FetchError(Why.UNREACHABLE, f"the host name has no address ({error.strerror})", connected=False)
+        if isinstance(error, ssl.SSLError):
+            advice = "trust its certificate by SSL_CERT_FILE, or give its http:// address"
+            return FetchError(Why.ERROR, f"no TLS: {getattr(error, 'verify_message', error.reason)}: {advice}")
         if isinstance(error, OSError) and error.errno in _NOBODY:
             return FetchError(Why.UNREACHABLE, f"no way there ({error.strerror})", connected=False, is_down=True)
         text = getattr(error, "strerror", None) or type(error).__name__
