@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from agent.model import Rule
     from agent.show import Report
     from agent.strict import Fault
-    from rules import RuleSet
 
 EXIT_OF = {"healthy": 0, "ticket": 1, "page": 2, "unknown": 3}
 USAGE, UNKNOWN, INTERRUPTED = 2, 3, 130
@@ -76,29 +75,6 @@ def load(path: Path | None) -> Config:
         return load_config(path, os.environ)
     except ConfigErrors as errors:
         raise Failure(f"{errors}\n{_count(errors.faults)}; `tocsin config check` looks again") from errors
-
-
-def rules_of(settings: Config) -> RuleSet:
-    """The rules that a configuration makes. Raises ConfigErrors."""
-    from agent.config import rules_for
-    from agent.signals import SIGNALS
-
-    return rules_for(settings, {name: spec for name, (spec, _) in SIGNALS.items()})
-
-
-def as_far_as_readable(path: Path) -> Config:
-    """A faulty configuration with defaults in its faulty places: only for finding the faults of its rules as well."""
-    import msgspec
-
-    from agent.config import Config
-    from agent.strict import Decoded, Places
-    from agent.strict import load as read
-
-    decoded: Decoded[Config] = read(path, Config)
-    if decoded.value is None:
-        return Config()
-    rules = msgspec.structs.replace(decoded.value.rules, places=Places(decoded.file, decoded.lines))
-    return msgspec.structs.replace(Config(), rules=rules)
 
 
 def _count(faults: Sequence[object]) -> str:
@@ -366,22 +342,19 @@ def config_check(context: typer.Context, config: ConfigFile = None, as_json: AsJ
     """Find every fault in configuration and rules, with file and line. Exit 0, or 2."""
     from dataclasses import asdict
 
-    from agent.config import DEFAULT_PATH, load_config
+    from agent.config import DEFAULT_PATH, load_all, without_function
+    from agent.signals import CATALOGUE
     from agent.strict import ConfigErrors
 
     path = chosen(context, config)
-    faults: list[Fault] = []
+    faults: Sequence[Fault] = ()
     notes: list[str] = []
-    settings = None
     try:
-        settings = load_config(path, os.environ)
+        settings, ruleset = load_all(path, os.environ, CATALOGUE)
+        count = f"{len(ruleset.rules)} rules, {len(ruleset.disabled)} disabled"
+        notes = [count, *ruleset.notes, *without_function(settings)]
     except ConfigErrors as errors:
-        faults += errors.faults
-    try:
-        ruleset = rules_of(settings or as_far_as_readable(path or DEFAULT_PATH))
-        notes = [f"{len(ruleset.rules)} rules, {len(ruleset.disabled)} disabled", *ruleset.notes]
-    except ConfigErrors as errors:
-        faults += errors.faults
+        faults = errors.faults
     if as_json:
         emit({"ok": not faults, "faults": [asdict(fault) for fault in faults], "notes": notes}, True, list)
     elif faults:
@@ -395,15 +368,15 @@ def config_check(context: typer.Context, config: ConfigFile = None, as_json: AsJ
 @rules_app.command("list")
 def rules_list(context: typer.Context, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """List the rules: what fires, for how long, how loud, and what to do."""
-    from agent.signals import SIGNALS
+    from agent.config import load_all
+    from agent.signals import CATALOGUE
     from agent.strict import ConfigErrors
 
-    settings = load(chosen(context, config))
     try:
-        ruleset = rules_of(settings)
+        _, ruleset = load_all(chosen(context, config), os.environ, CATALOGUE)
     except ConfigErrors as errors:
         raise Failure(f"{errors}\n{_count(errors.faults)}; `tocsin config check` looks again") from errors
-    rows = [_rule_row(rule, SIGNALS[rule.signal][0].unit) for rule in ruleset.rules]
+    rows = [_rule_row(rule, CATALOGUE[rule.signal].unit) for rule in ruleset.rules]
 
     def report() -> Report:
         from agent.show import rules_report

@@ -19,7 +19,7 @@ from agent.evaluate import judge
 from agent.exposition import PageError
 from agent.model import COMPARE, Batch, Gap, GpuFacts, Rule, Sample, Slo, Why
 from agent.node import Node, Setup
-from agent.signals import SIGNALS, Target, bound
+from agent.signals import CATALOGUE, Target, bound
 from agent.stats import quantile
 from agent.strict import duration_s, share
 from agent.windows import LATE_INTERVALS
@@ -119,7 +119,7 @@ def backtest(paths: Sequence[Path], rules_dir: Path | None = None, slo_overrides
         raise BadRecording(f"{', '.join(map(str, paths))}: no complete row")
     slo = slo_of(slo_overrides or {})
     config = RulesConfig(dirs=(rules_dir,)) if rules_dir else RulesConfig(dirs=())
-    rules = load_rules(config, slo, {name: spec for name, (spec, _) in SIGNALS.items()}).rules
+    rules = load_rules(config, slo, CATALOGUE).rules
     poll_s = typical_step_s(rows)
     names = {row.target: name_of(row.target) for row in rows if row.gpus is None}
     targets = tuple(Target(name, (), slo) for name in dict.fromkeys(names.values()))

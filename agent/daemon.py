@@ -21,13 +21,13 @@ if __name__ == "__main__":  # structlog would take rich along for tracebacks in 
 import structlog
 
 from agent import sdnotify
-from agent.config import Config, load_all, slo_for, target_name
+from agent.config import Config, load_all, slo_for, target_name, without_function
 from agent.loop import Agent, Collector
 from agent.model import Rule, Source
 from agent.node import Node, Setup
 from agent.notifiers import Needs, build_channels
 from agent.outbox import Outbox
-from agent.signals import SIGNALS, Target
+from agent.signals import CATALOGUE, Target
 from agent.sources.engine import EngineSource
 from agent.store import Store, StoreError
 from agent.strict import ConfigErrors
@@ -40,7 +40,6 @@ log = structlog.get_logger()
 STOP_WITHIN_S = 4.0
 SIGNALS_OBEYED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 DATABASE = "tocsin.db"
-CATALOGUE = {name: spec for name, (spec, _) in SIGNALS.items()}
 
 
 def setup_of(config: Config, rules: Sequence[Rule], *, clip_windows: bool = False) -> Setup:
@@ -80,7 +79,7 @@ def build(config: Config, rules: RuleSet) -> Agent:
     shapes = {name: len(known["engines"]) > 1 or known["engines"][0] != name
               for name, known in ((store.meta("learned") or {}).get("targets") or {}).items() if known.get("engines")}
     agent = Agent(Node(setup_of(config, rules.rules)), Collector(sources_of(config, shapes)), store,
-                  notes=rules.notes)
+                  notes=[*without_function(config), *rules.notes])
     agent.restore()
     routes, missing = build_channels(config, Needs(agent.firing, agent.healthy, config.external_url))
     agent.notes += missing

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agent.config import DEFAULT_PATH, Config, EngineConfig, rules_for
-from agent.daemon import CATALOGUE, setup_of, sources_of
+from agent.daemon import setup_of, sources_of
 from agent.loop import GRACE_S, Collector, doctor_report
 from agent.model import Source
 from agent.node import Node
+from agent.signals import CATALOGUE
 from agent.windows import LATE_INTERVALS
 
 READ_WITHIN_S = 5.0  # the longest that one read of any source may take

@@ -957,6 +957,7 @@ SIGNALS: Mapping[str, tuple[SignalSpec, Callable[[Ask], Signal]]] = {row[0].id: 
     _row("watcher", "of limit", "any", "how late a source is, or a channel cannot deliver", watcher,
          late_intervals="number", failing="duration"),
 )}
+CATALOGUE: Mapping[str, SignalSpec] = {name: spec for name, (spec, _) in SIGNALS.items()}
 
 
 def subjects(scene: Scene, spec: SignalSpec) -> list[str]:

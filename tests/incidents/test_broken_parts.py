@@ -21,7 +21,7 @@ from tests.recordings import KV_PRESSURE, rows
 POLL_S = 1.0
 WATCHED_S = 6.0
 GPUS: list[dict[str, Any]] = [
-    {"uuid": "GPU-good", "temperature": 61}, {"uuid": "GPU-broken", "errors": {"*": 999}},
+    {"uuid": "GPU-good", "temperature": 61}, {"errors": {"*": 999}},
     {"uuid": "GPU-late", "temperature": 62},
 ]
 
@@ -68,7 +68,7 @@ class BrokenNode:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[BrokenNode]:
-    """A node with three engines and three GPUs, of which GPU-broken fails every call, up and judged."""
+    """A node with three engines and three GPUs, of which the second fails every call, up and judged."""
     need("gcc")
     with ExitStack() as stack:
         broken = BrokenNode(tmp_path, stack)
@@ -90,12 +90,13 @@ def test_broken_engines_and_a_broken_gpu_are_unknown_alone(node: BrokenNode) -> 
     assert oldest_s < 3 * POLL_S
     assert "no whole answer" in node.row("kv-cache-utilization", "hanging")["why"]
     assert node.row("kv-cache-utilization", "garbage")["why"]
-    assert node.state("gpu-temperature", "GPU-broken") == "UNKNOWN"
-    assert "unknown" in node.row("gpu-temperature", "GPU-broken")["why"].lower()  # NVML's text of code 999
+    broken = node.row("gpu-temperature", "index-1")  # it cannot even say its UUID
+    assert broken["state"] == "UNKNOWN"
+    assert "unknown" in broken["why"].lower()  # NVML's text of code 999
     health = node.agent.ask("/healthz")
     assert health["ok"] is False
     told = " ".join(health["problems"] + health["unknown"])
-    assert all(name in told for name in ("garbage", "hanging", "GPU-broken"))
+    assert all(name in told for name in ("garbage", "hanging", "index-1"))
 
 
 @pytest.mark.heavy
