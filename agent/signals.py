@@ -616,12 +616,14 @@ def qps_change(ask: Ask) -> Signal:
 
 
 def hushed(ask: Ask) -> Signal | None:
-    """Not judged for 15 m after a restart."""
+    """Not judged for 15 m after a restart, or after an engine came in addition."""
     assert ask.target is not None  # noqa: S101
     for engine in ask.target.engines:
         warm = ask.warming_up("ttft", RESTART_HUSH_S, engine)
         if warm:
             return ask.idle(warm)
+        if ask.windows.level(engine, "waiting", ask.now - RESTART_HUSH_S) is None:
+            return ask.idle(f"{engine} has been watched for less than {RESTART_HUSH_S / 60:.0f} min")
     return None
 
 

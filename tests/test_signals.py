@@ -663,6 +663,18 @@ def test_traffic_is_not_judged_where_little_is_known() -> None:
         assert at_end(windows, "qps-change", 2400).state == want
 
 
+def test_an_engine_that_came_in_addition_changes_no_traffic() -> None:
+    """A second engine appears 10 min ago and takes half: not judged until 15 min later."""
+    windows = Windows(5.0)
+    for at in times(0, 3600):
+        page: dict[str, Numbers] = {"e/0": {**PAGE, "ttft.count": at * 2}}
+        if at >= 2700:
+            page["e/1"] = {**PAGE, "ttft.count": (at - 2700) * 2}
+        read_many(windows, at, "page", page)
+    assert at_end(windows, "qps-change", 3300, engines=("e/0", "e/1")).state == "idle"
+    assert at_end(windows, "qps-change", 3600, engines=("e/0", "e/1")).state == "value"
+
+
 # --- M3, M4: the GPU's use ------------------------------------------------------------------------------------------
 
 GIB = 1024.0**3
