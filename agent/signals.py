@@ -269,11 +269,22 @@ def latency_buckets(ask: Ask, name: str, start: float) -> Buckets:
     memo = ask.scene.memo
     if (ask.target.name, name, start) not in memo:
         memo[(ask.target.name, name, start)] = add_buckets(
-            {bound(key): rise for key, rise in ask.windows.increases(engine, name, start).items()
-             if key not in ("sum", "count")}
-            for engine in ask.target.engines)
+            engine_buckets(ask.windows, engine, name, start) for engine in ask.target.engines)
     buckets: Buckets = memo[(ask.target.name, name, start)]
     return buckets
+
+
+def engine_buckets(windows: Windows, engine: str, name: str, start: float) -> dict[float, float]:
+    """A histogram's increase since `start`, by bound.
+
+    An engine that came back with other bounds is judged since then: what was counted up to its new bounds before is
+    not known, and would look slow.
+    """
+    rises, now = windows.increases(engine, name, start), windows.keys_now(engine, name)
+    restarted_at = windows.restarted_at(engine, name)
+    if now != rises.keys() and restarted_at is not None and restarted_at > start:
+        rises = windows.increases(engine, name, restarted_at)
+    return {bound(key): rise for key, rise in rises.items() if key in now and key not in ("sum", "count")}
 
 
 def bound(key: str) -> float:

@@ -339,6 +339,12 @@ class Windows:
         track = self.track_of(subject, name)
         return [] if track is None else list(track.groups.get((name, subject), ()))
 
+    def keys_now(self, subject: str, name: str) -> set[str]:
+        """The keys that the last read told."""
+        track = self.track_of(subject, name)
+        return set() if track is None else {
+            key for key, column in track.groups.get((name, subject), {}).items() if not math.isnan(column[-1])}
+
     def latest(self, subject: str, name: str, now: float, key: str = "") -> Sample | Gap:
         """The last number of a gauge, or why there is none."""
         gap = self.problem(subject, name, now)

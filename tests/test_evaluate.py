@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agent.evaluate import evaluate, judge
 from agent.model import Alert, AlertKey, Book, Rule, Severity, Signal, Transition, Why
@@ -210,6 +212,21 @@ def test_a_resolve_that_lies_ahead_of_the_clock_does_not_blind_the_rule() -> Non
     book = Book(resolved_at={KEY: 9000.0, ("old", "x"): -400_000.0})
     after, _ = tick(book, signal(80, 5400), 5400.0, 15.0)
     assert after.resolved_at == {KEY: 5400.0}
+
+
+STATES = st.one_of(st.floats(80, 95), st.sampled_from([GAP, IDLE, NA, None]))
+
+
+@given(st.lists(STATES, max_size=60))
+def test_every_end_has_a_beginning(values: list[float | str | None]) -> None:
+    """Whatever comes: pending, then inactive, or firing and resolved; nothing twice, nothing out of the blue."""
+    may_follow = {"start": ["pending"], "pending": ["firing", "inactive"], "firing": ["resolved"],
+                  "inactive": ["pending"], "resolved": ["pending"]}
+    last = "start"
+    for told in play(HOT, values):
+        kind = told.split()[0]
+        assert kind in may_follow[last]
+        last = kind
 
 
 def test_transitions_tell_value_and_time() -> None:

@@ -371,6 +371,18 @@ def test_latency_without_a_promise_is_not_judged() -> None:
     assert verdict(got, "latency-p99", slo) == "breach"
 
 
+def test_an_engine_that_came_back_with_other_buckets_is_judged_since_then() -> None:
+    """400 fast ones up to 0.5 s; restart at 400 s with a bound at 0.6 s: its 200 fast ones are not 200 of 600."""
+    def tells(at: float) -> Numbers:
+        if at < 400:
+            n = at if at >= 300 else 0.0
+            return {**hist("ttft", {"0.5": n * 4, "+Inf": n * 4}, n), **started(400)(at)}
+        n = min(200.0, at - 400)
+        return {**hist("ttft", {"0.6": n, "+Inf": n}, n), **started(400)(at)}
+    got = at_end(serve(0, 600, tells), "ttft-p99", 600)
+    assert (got.evidence["n"], got.evidence["slow"], got.evidence["possibly_slow"]) == (200, 0, 200)
+
+
 def test_slow_requests_from_before_the_last_resolve_never_count_again() -> None:
     """All 100 came before it: what is left is too few, and no Gap."""
     windows = latency("ttft", {"0.5": 0, "+Inf": 100})
