@@ -226,8 +226,8 @@ def queue_age_bound(ask: Ask, waiting: Sample) -> tuple[float, float, float | No
             head, now, after_at, after = first + 1, at, at, first + wait
             continue
         arrived = first + wait
-        if at < started_at:  # an older process's queue: the head arrived after this one began
-            return now - after_at, now - after_at, now - started_at
+        if at < started_at:  # an older process's queue: the head arrived after its last page
+            return now - after_at, now - after_at, now - at
         if arrived < head:
             share = (head - arrived) / (after - arrived)
             return now - (at + share * (after_at - at)), now - after_at, now - at

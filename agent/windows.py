@@ -115,10 +115,11 @@ class Track:
         for key, value in values.items():
             if key[0] == "process_start" and not math.isnan(value):
                 known, self.started_at = self.started_at, value
-                if known is None or abs(value - known) > 1.0:
+                if known is None:
                     self.restarted_at = min(value, at)
-                    if known is not None:
-                        self.last_raw = dict.fromkeys(last_raw, 0.0)
+                elif abs(value - known) > 1.0:
+                    self.restarted_at = at  # its first page, not its start: a large model loads for minutes
+                    self.last_raw = dict.fromkeys(last_raw, 0.0)
 
     def _total(self, key: SeriesKey, value: float, column: Sequence[float]) -> float:
         if math.isnan(value):

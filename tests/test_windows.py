@@ -389,7 +389,20 @@ def test_an_engine_that_restarted_while_tocsin_was_down_is_seen_by_its_start_tim
     second.restore(first.unsaved())
     read(second, 160, "e", {"preemptions": 620.0, "process_start": T0 + 120})
     assert rise(second, 0) == 620
-    assert second.restarted_at("e", "preemptions") == T0 + 120
+    assert second.restarted_at("e", "preemptions") == T0 + 160
+
+
+def test_a_model_that_loads_for_minutes_warms_up_from_its_first_page() -> None:
+    """The process began at 110 s, its first page came at 400 s: only then could requests come."""
+    windows = Windows(5.0)
+    for at in times(0, 100):
+        read(windows, at, "e", {"running": 1.0, "process_start": T0 - 1000})
+    read(windows, 400, "e", {"running": 1.0, "process_start": T0 + 110})
+    read(windows, 405, "e", {"running": 1.0, "process_start": T0 + 110})
+    assert windows.restarted_at("e", "running") == T0 + 400
+    late = Windows(5.0)  # a Tocsin that comes later knows only what the process tells
+    read(late, 405, "e", {"running": 1.0, "process_start": T0 + 110})
+    assert late.restarted_at("e", "running") == T0 + 110
 
 
 @st.composite
