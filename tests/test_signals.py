@@ -992,3 +992,30 @@ def test_every_built_in_rule_has_an_answer_for_every_subject() -> None:
     assert {s.state for s in compute(empty, rules, {}).values()} <= {"idle", "na"}
     told = compute(scene(Windows(5.0), 0, gpus=(0,), engines=()), rules, {})
     assert {key for key, s in told.items() if s.state == "value"} == {("blind", "e"), ("blind", GPU)}
+
+
+def test_a_restart_of_tocsin_changes_no_signal() -> None:
+    """Two hours with preemptions, errors, slow tokens, an engine restart; Tocsin restarts 50 min before the end."""
+    def story(at: float) -> Numbers:
+        since = at if at < 1800 else at - 1800
+        slow = max(0.0, since - 4000) / 5
+        return {**healthy(at), **started(1800)(at), "preemptions": 2.0 if since >= 2000 else 0.0,
+                "finished.stop": since * 3, "finished.error": since / 50, "http.2xx": since * 3, "http.5xx": since / 40,
+                **hist("ttft", {"0.25": since * 2, "0.6": since * 3 - slow, "+Inf": since * 3}, since),
+                **hist("itl", {"0.1": since * 90, "0.15": since * 99, "+Inf": since * 100}, since),
+                "waiting": float(at % 3), "generation_tokens": since * 100, "prefix_queries": since * 50,
+                "prefix_hits": since * 20}
+    whole = serve(0, 7200, story)
+    before, after = serve(0, 4200, story), Windows(5.0)
+    rows = before.unsaved()
+    for res in ("coarse", "raw"):
+        after.restore([row for row in rows if row.res == res])
+    serve(4205, 7200, story, into=after)
+    rules = list(built_in().values())
+    told, want = compute(scene(after, 7200), rules, {}), compute(scene(whole, 7200), rules, {})
+    assert {k: (s.state, s.why) for k, s in told.items()} == {k: (s.state, s.why) for k, s in want.items()}
+    for key, signal in want.items():
+        assert told[key].value == pytest.approx(signal.value), key
+    assert want[("preemptions", "e")].value == 2
+    assert verdict(want[("ttft-p99", "e")], "ttft-p99") == "breach"
+    assert verdict(want[("error-burn-fast", "e")], "error-burn-fast") == "clear"
