@@ -85,7 +85,9 @@ MAY_IMPORT: dict[str, Row] = {
         WORLD,
     ),
     # The command line, which no daemon imports.
-    "agent.oneshot": Row("agent.config agent.daemon agent.loop agent.model agent.node agent.signals agent.windows", "time"),
+    "agent.oneshot": Row(
+        "agent.config agent.daemon agent.loop agent.model agent.node agent.signals agent.windows", "time"
+    ),
     "agent.record": Row("agent.model", WORLD),
     "agent.show": Row("agent.words", "rich shutil"),
     "agent.__main__": Row(
