@@ -47,9 +47,10 @@ _ADD_NOTICE = "INSERT INTO notices VALUES(?,?,'pending',?,?,?,?,?,?,NULL,?)"
 _END_NOTICE = "UPDATE notices SET state=?, done_at=?, last_error=? WHERE id=?"
 _RETRY_NOTICE = "UPDATE notices SET due_at=?, tries=?, last_error=? WHERE id=?"
 _SELECT_TRANSITIONS = "SELECT * FROM transitions WHERE id>?1 AND rule=ifnull(?2,rule) AND subject=ifnull(?3,subject)"
+# In the order in which they were told: after a clock that stepped back, times are not in order, and windows count on it.
 _SELECT_FRAMES = (
-    "SELECT track, at, layout, blob, res, rowid FROM frames WHERE res=? AND (at, rowid)>(?,?)"
-    " ORDER BY at, rowid LIMIT 512"
+    "SELECT track, at, layout, blob, res, rowid FROM frames NOT INDEXED WHERE res=? AND at>=? AND rowid>?"
+    " ORDER BY rowid LIMIT 512"
 )
 _SELECT_OWED = (
     "SELECT id, channel, created_at, due_at, tries, last_error, message FROM notices"
@@ -251,29 +252,20 @@ class Store:
                 self._save_quietly([("INSERT OR REPLACE INTO meta VALUES(?,?)", (name, text))])
 
     def frames(self, since: float, res: str = "raw") -> Iterator[FrameRow]:
-        """Window memory from `since` on, in time order."""
-        place = (since, -1)
+        """Window memory from `since` on, in the order in which it was told."""
+        last = -1
         while True:  # in pages: days of memory must not be in ours all at once, nor hold the lock
             with self._lock:
-                rows = self._read(_SELECT_FRAMES, (res, *place))
+                rows = self._read(_SELECT_FRAMES, (res, since, last))
             yield from (FrameRow(*row[:-1]) for row in rows)
             if not rows:
                 return
-            place = (rows[-1][1], rows[-1][-1])
+            last = rows[-1][-1]
 
     def layouts(self) -> list[LayoutRow]:
         """The meaning of every frame that is kept."""
         with self._lock:
             return [LayoutRow(*row) for row in self._read("SELECT track, layout, keys_json FROM layouts", ())]
-
-    def drop_frames(self, before: float, res: str, tracks: Sequence[str] | None = None) -> None:
-        """Forget the frames older than `before`, of `tracks` only if given."""
-        statement = "DELETE FROM frames WHERE res=? AND at<?"
-        with self._lock:
-            if tracks is None:
-                self._save_quietly([], [(statement, (res, before))])
-            else:
-                self._save_quietly([], [(statement + " AND track=?", (res, before, track)) for track in tracks])
 
     def prune(self, now: float, frame_ages_s: Mapping[str, float]) -> None:
         """Forget what is too old: transitions, delivered and rejected notices, frames by resolution."""

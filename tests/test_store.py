@@ -123,22 +123,17 @@ def test_a_failing_channel_is_still_failing_after_a_restart(store: Store) -> Non
     again.close()
 
 
-def test_frames_come_back_in_time_order_over_many_pages(store: Store) -> None:
-    """A preemption 50 minutes before the restart still counts, so nothing may fall between two pages."""
-    moments = [float(n // 3) for n in range(2000)]
+def test_frames_come_back_in_the_order_in_which_they_were_told_over_many_pages(store: Store) -> None:
+    """The clock stepped back in between; a preemption 50 minutes before the restart must count all the same."""
+    moments = [float(n // 3) for n in range(1000, 2000)] + [float(n // 3) for n in range(1000)]
     rows = [FrameRow(f"t{n % 3}", at, 1, b"%d" % n) for n, at in enumerate(moments)]
-    store.commit_tick(0.0, Book(), frames=rows[1000:] + rows[:1000], layouts=[LayoutRow("t0", 1, "[]")])
+    store.commit_tick(0.0, Book(), frames=rows, layouts=[LayoutRow("t0", 1, "[]")])
     store.commit_tick(0.0, Book(), frames=[FrameRow("t0", 5.0, 1, b"c", res="coarse")])
     again = reopened(store)
     got = list(again.frames(100.0))
-    assert [row.at for row in got] == [at for at in moments if at >= 100.0]
-    assert {row.blob for row in got} == {row.blob for row in rows if row.at >= 100.0}
+    assert got == [row for row in rows if row.at >= 100.0]
     assert [row.blob for row in again.frames(0.0, "coarse")] == [b"c"]
     assert again.layouts() == [LayoutRow("t0", 1, "[]")]
-    again.drop_frames(200.0, "raw", ["t0"])
-    assert {row.track for row in again.frames(0.0) if row.at < 200.0} == {"t1", "t2"}
-    again.drop_frames(200.0, "raw")
-    assert min(row.at for row in again.frames(0.0)) == 200.0
     again.close()
 
 
