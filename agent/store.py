@@ -47,7 +47,7 @@ _ADD_NOTICE = "INSERT INTO notices VALUES(?,?,'pending',?,?,?,?,?,?,NULL,?)"
 _END_NOTICE = "UPDATE notices SET state=?, done_at=?, last_error=? WHERE id=?"
 _RETRY_NOTICE = "UPDATE notices SET due_at=?, tries=?, last_error=? WHERE id=?"
 _SELECT_TRANSITIONS = "SELECT * FROM transitions WHERE id>?1 AND rule=ifnull(?2,rule) AND subject=ifnull(?3,subject)"
-# In the order in which they were told: after a clock that stepped back, times are not in order, and windows count on it.
+# In the order in which they were told: after a clock that stepped back their times are not in order.
 _SELECT_FRAMES = (
     "SELECT track, at, layout, blob, res, rowid FROM frames NOT INDEXED WHERE res=? AND at>=? AND rowid>?"
     " ORDER BY rowid LIMIT 512"
