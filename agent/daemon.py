@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -38,6 +38,7 @@ from rules import RuleSet, severity_of
 log = structlog.get_logger()
 
 STOP_WITHIN_S = 4.0
+OUTBOX_STOP_S = 1.0
 SIGNALS_OBEYED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 DATABASE = "tocsin.db"
 
@@ -46,10 +47,10 @@ def setup_of(config: Config, rules: Sequence[Rule], *, clip_windows: bool = Fals
     """What a configuration says of the node."""
     targets = tuple(
         Target(target_name(e), (), slo_for(config, target_name(e)), e.profile, e.gpus,
-               startup_within_s=e.startup_within)
+               startup_within_s=0.0 if clip_windows else e.startup_within)  # a check alone waits for no start
         for e in config.engines)
     return Setup(config.node or "", config.poll, slo_for(config), targets, tuple(rules), severity_of,
-                 config.external_url, clip_windows)
+                 config.external_url, config.nvml != "off", clip_windows)
 
 
 def sources_of(config: Config, shapes: dict[str, bool]) -> list[Source]:
@@ -117,7 +118,7 @@ def run(config: Config, rules: RuleSet, path: Path | None) -> bool:
     if not agent.routes:
         log.warning("nobody_is_told", text="no channel is configured under `notify:`: alerts show only here")
     sdnotify.ready(status_line(agent, config))
-    agent.run(after_tick=sdnotify.alive)
+    agent.run(sdnotify.alive)
     if not reload.is_set():
         sdnotify.stopping()
     close(agent, servers)
@@ -129,35 +130,61 @@ def obey(agent: Agent, config: Config, path: Path | None, reload: threading.Even
     while True:
         got = signal.Signals(signal.sigwait(SIGNALS_OBEYED))
         log.info("signal", signal=got.name)
-        if got is signal.SIGHUP:
-            sdnotify.reloading()
-            if not is_good(path):
-                sdnotify.ready(status_line(agent, config) + "; the new configuration is wrong, the old one is kept")
-                continue
+        if got is not signal.SIGHUP:
+            break
+        sdnotify.reloading()
+        if is_good(path, config):
             reload.set()
-        agent.stop()
+            agent.stop()
+        else:
+            sdnotify.ready(status_line(agent, config) + "; the new configuration is wrong, the old one is kept")
+    reload.clear()  # who reloads and is told to stop, stops
+    agent.stop()
+    time.sleep(STOP_WITHIN_S)
+    log.error("stop_forced", text=f"not ended after {STOP_WITHIN_S:g} s (a disk that hangs?); all that was saved stays")
+    os._exit(0)  # a kill by the service manager would come later and do the same
 
 
 def close(agent: Agent, servers: Sequence[Server]) -> None:
     """Let go of everything, within STOP_WITHIN_S. What is owed stays in the store."""
+    agent.collector.stop()
     for server in servers:
         server.close()
-    agent.collector.stop()
     if agent.outbox is not None:
-        agent.outbox.stop(STOP_WITHIN_S / 2)
+        agent.outbox.stop(OUTBOX_STOP_S)
     agent.store.close()
 
 
-def is_good(path: Path | None) -> bool:
-    """Whether the configuration, as it is now, would start; its faults go to the log."""
+def is_good(path: Path | None, running: Config) -> bool:
+    """Whether the configuration, as it is now, would start in place of the running one; its faults go to the log."""
     try:
-        load_all(path, os.environ, CATALOGUE)
+        config, _ = load_all(path, os.environ, CATALOGUE)
+        try_places(config, running)
     except ConfigErrors as errors:
-        for fault in errors.faults:
-            log.error("configuration_fault", fault=str(fault))  # noqa: TRY400  (its text is the whole story)
-        log.error("configuration_kept", text="the new configuration is wrong; the old one stays")  # noqa: TRY400
-        return False
-    return True
+        faults = [str(fault) for fault in errors.faults]
+    except (CannotServe, StoreError) as error:
+        faults = [f"{path}: {error}"]
+    else:
+        return True
+    for fault in faults:
+        log.error("configuration_fault", fault=fault)
+    log.error("configuration_kept", text="the new configuration is wrong; the old one stays")
+    return False
+
+
+def try_places(config: Config, running: Config) -> None:
+    """See that what a new configuration names otherwise can be had. Raises CannotServe, StoreError."""
+    if config.state_dir != running.state_dir:
+        Store(config.state_dir / DATABASE).close()
+    if config.socket != running.socket:
+        serve_unix(_nobody, config.socket).close()
+    if config.listen != running.listen:
+        serve_tcp(_nobody, config.listen).close()
+
+
+def _nobody(_: object, start_response: Callable[..., object]) -> list[bytes]:
+    start_response("503 Service Unavailable", [])
+    return []
 
 
 def status_line(agent: Agent, config: Config) -> str:
@@ -183,8 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tocsin run: {error}", file=sys.stderr)  # noqa: T201
         return 2
     if again:  # a reload is a restart that only the database survives: there is one way to begin
-        os.execv(  # noqa: S606  (ourselves, with our own arguments)
-            sys.executable, [sys.executable, "-P", "-m", "agent.daemon", *(argv or sys.argv[1:])])
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  (ourselves, as we were called)
     return 0
 
 

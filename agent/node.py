@@ -35,6 +35,7 @@ from agent.windows import RAW_KEEP_S, Windows
 
 SETTLED_S = 600.0  # a GPU's memory 10 m after its engine's start is what the engine is meant to use
 GONE_S = 600.0  # a GPU that NVML no longer names for so long has ended
+OF_OURSELVES = frozenset({"blind", "watcher"})
 ALERT_STATES = {"firing": "BREACH", "pending": "PENDING"}
 
 
@@ -49,6 +50,7 @@ class Setup:
     rules: tuple[Rule, ...]
     severity_of: Callable[[Rule, Slo, str], Severity]
     external_url: str | None = None
+    watches_gpus: bool = True
     clip_windows: bool = False  # `tocsin check` without an agent
     raw_keep_s: float = RAW_KEEP_S  # a back-test keeps its whole recording
 
@@ -77,21 +79,21 @@ class Node:
         self.gpu_seen_at: dict[str, float] = {}
         self.first_at: float | None = None
         self.rules = {rule.id: rule for rule in setup.rules}
-        self.scene = self._scene(0.0)
+        self.scene = Scene(self.windows, 0.0, setup.node, setup.slo, {})  # nothing is known before the first step
 
     # --- learning ---------------------------------------------------------------------------------------------------
 
     def restore(self, book: Book, learned: Mapping[str, Any]) -> None:
-        """Take back what an earlier run knew."""
+        """Take back what an earlier run knew, but of what is no longer configured: its alerts close."""
         self.book = book
         self.learned = Learned(**{k: v for k, v in learned.items() if k in Learned.__dataclass_fields__})
+        configured = {target.name for target in self.setup.targets}
+        for name in [n for n in self.learned.targets if n not in configured]:
+            del self.learned.targets[name]
+        if not self.setup.watches_gpus:
+            self.learned.gpus, self.learned.gpu_full_at_start = {}, {}
         for uuid, known in self.learned.gpus.items():
             self.gpus[uuid] = GpuFacts(uuid, known["index"], known["name"], known["bdf"], known["limit_c"])
-
-    def reconfigure(self, setup: Setup, sources: Sequence[str]) -> None:
-        """Other rules, targets or promises from now on; what was measured stays."""
-        self.setup, self.sources = setup, tuple(sources)
-        self.rules = {rule.id: rule for rule in setup.rules}
 
     def take(self, batch: Batch) -> None:
         """Learn from one read of one source."""
@@ -104,7 +106,7 @@ class Node:
             self.gpus[gpu.uuid] = gpu
             self.gpu_seen_at[gpu.uuid] = batch.at
             self.learned.gpus[gpu.uuid] = {k: v for k, v in asdict(gpu).items() if k not in ("found", "uuid")}
-        if batch.gpus:
+        if batch.gpus is not None:  # () says that there is none; a source that failed says nothing
             for uuid in [u for u in self.gpus if batch.at - self.gpu_seen_at.setdefault(u, batch.at) > GONE_S]:
                 self._forget_gpu(uuid)
 
@@ -142,9 +144,10 @@ class Node:
             target = scene.target_on(uuid)
             if target is None or not target.engines:
                 continue
-            started_at = self.windows.restarted_at(target.engines[0], "running") or 0.0
-            if uuid in full and abs(full[uuid][0] - started_at) > 1.0:
-                del full[uuid]
+            told_at = self.windows.restarted_at(target.engines[0], "running")
+            started_at = told_at or 0.0
+            if uuid in full and told_at is not None and abs(full[uuid][0] - told_at) > 1.0:
+                del full[uuid]  # another process holds it now
             if uuid in full or scene.now - started_at < SETTLED_S:
                 continue
             used = self.windows.latest(uuid, "gpu_mem_used", scene.now)
@@ -190,16 +193,20 @@ class Node:
 
     def annotations(self, alert: Alert) -> dict[str, str]:
         """What may change while an alert fires: its texts and numbers."""
-        rule = self.rules.get(alert.rule)
-        if rule is None:
-            return dict(alert.annotations)
         signal = self.signals.get((alert.rule, alert.subject))
+        if alert.rule not in self.rules or (signal is None and alert.annotations):
+            return dict(alert.annotations)  # from before a restart: nothing newer is known yet
+        return self._texts(alert, signal, words.span(round(max(0.0, self.scene.now - alert.since))))
+
+    def _texts(self, alert: Alert, signal: Signal | None, when: str) -> dict[str, str]:
+        rule = self.rules[alert.rule]
         unit = SIGNALS[rule.signal][0].unit
+        short, full = self._place(alert.subject)
         texts = {
-            "summary": words.summary(rule, alert, signal, unit, self.setup.node),
-            "description": words.description(rule, alert, signal, unit)
+            "summary": words.summary(rule, alert, signal, unit, short, when),
+            "description": words.description(rule, alert, signal, unit, full)
             + slo_note(rule, self.scene.slo_of(alert.subject)),
-            "value": words.quantity(alert.value, unit),
+            "value": words.beside(alert.value, alert.limit, unit),
             "limit": words.quantity(alert.limit, unit),
             "action": rule.action,
             "evidence": "" if signal is None else evidence_text(signal),
@@ -208,16 +215,35 @@ class Node:
             texts["runbook_url"] = f"{self.setup.external_url}/runbooks/{rule.id}"
         return {k: v for k, v in texts.items() if v}
 
+    def _place(self, subject: str) -> tuple[str, str]:
+        """A subject for a title and for a text: people know a GPU by its index on a node."""
+        gpu, node = self.gpus.get(subject), self.setup.node
+        if gpu is not None:
+            known = ", ".join(word for word in (subject, gpu.bdf) if word)
+            return f"GPU {gpu.index} on {node}", f"GPU {gpu.index} ({known})"
+        return (node, node) if subject == node else (f"{subject} on {node}", subject)
+
     def message(self, alert: Alert, ended_at: float | None = None, why: str = "") -> AlertMessage:
         """An alert as receivers get it. Labels are those with which it fired."""
-        annotations = dict(alert.annotations) if ended_at is not None else self.annotations(alert)
-        if why:
-            annotations["description"] = f"Closed: {why}.\n{annotations.get('description', '')}".strip()
+        starts_at = alert.since if alert.fired_at is None else alert.fired_at
+        annotations = self.annotations(alert) if ended_at is None else self._at_end(alert, ended_at - starts_at, why)
         url = "" if not self.setup.external_url else \
             f"{self.setup.external_url}/alerts/{quote(alert.rule)}/{quote(alert.subject, safe='')}"
         return AlertMessage(f"{self.setup.node}/{alert.rule}/{alert.subject}",
                             "firing" if ended_at is None else "resolved", alert.severity, alert.labels, annotations,
-                            alert.since if alert.fired_at is None else alert.fired_at, ended_at, url)
+                            starts_at, ended_at, url)
+
+    def _at_end(self, alert: Alert, open_s: float, why: str) -> dict[str, str]:
+        """The texts of an alert that has ended: with its last number, and why it ended."""
+        ended = words.ending(max(0.0, open_s), why)
+        if alert.rule not in self.rules:
+            return dict(alert.annotations) | {"description": f"{alert.rule} of {alert.subject}: {ended}."}
+        texts = self._texts(alert, None, ended)
+        unit = SIGNALS[self.rules[alert.rule].signal][0].unit
+        last = "" if alert.value is None else f" Last: {words.beside(alert.value, alert.limit, unit)}" + (
+            "." if alert.limit is None else f", limit {words.quantity(alert.limit, unit)}.")
+        texts["description"] = f"{alert.rule} of {self._place(alert.subject)[1]}: {ended}.{last}"
+        return texts
 
     def firing(self) -> list[AlertMessage]:
         """Everything that fires now."""
@@ -236,7 +262,7 @@ class Node:
         limit = self.limit_of(rule, signal.subject)
         state = self._state(rule, signal, alert, limit)
         return {
-            "number": rule.number, "rule": rule.id, "subject": signal.subject, "state": state,
+            "number": rule.number, "rule": rule.id, "signal": rule.signal, "subject": signal.subject, "state": state,
             "value": signal.value, "unit": unit, "limit": limit, "method": signal.method,
             "age_s": round(max(0.0, self.scene.now - signal.at), 3), "why": signal.why or signal.quiet,
             "severity": alert.severity if alert is not None else self.severity_of(rule, signal.subject),
@@ -247,7 +273,10 @@ class Node:
     def _state(self, rule: Rule, signal: Signal, alert: Alert | None, limit: float | None) -> str:
         judged = machine.judge(rule, signal, limit)
         if alert is not None and not self.setup.clip_windows:
-            return ALERT_STATES[alert.state]
+            # for information alone, it must not hide that nothing is known
+            return "UNKNOWN" if judged == "gap" and alert.severity == "info" else ALERT_STATES[alert.state]
+        if rule.signal == "blind" and judged == "breach":  # sampling alone, who can tell for how long
+            return "PENDING"
         # a signal that is in breach by design ("quiet") starts no alert, and is shown all the same
         return {"gap": "UNKNOWN", "idle": "IDLE", "na": "N/A", "breach": "BREACH", "undecided": "PENDING",
                 "clear": "OK"}[judged]
@@ -267,12 +296,17 @@ class Node:
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Page beats ticket beats unknown beats healthy; a required signal makes it unknown, or nothing judged at all."""
-    worst = max((SEVERITY_RANK[r["severity"]] for r in rows if r["state"] in ("BREACH", "PENDING")), default=0)
+    """Page beats ticket beats unknown beats healthy; a required signal makes it unknown, or nothing judged at all.
+
+    To be blind is to be unknown, until it has lasted and is a ticket; that we ourselves are well judges nothing.
+    """
+    worst = max((SEVERITY_RANK[r["severity"]] for r in rows if r["state"] == "BREACH"
+                 or (r["state"] == "PENDING" and r["signal"] != "blind")), default=0)
     if worst:
         return "page" if worst == SEVERITY_RANK["page"] else "ticket"
     lost = any(r["state"] == "UNKNOWN" and r["required"] for r in rows)
-    return "unknown" if lost or not any(r["state"] == "OK" for r in rows) else "healthy"
+    judged = any(r["state"] == "OK" and r["signal"] not in OF_OURSELVES for r in rows)
+    return "healthy" if judged and not lost else "unknown"
 
 
 def slo_note(rule: Rule, slo: Slo) -> str:

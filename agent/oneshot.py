@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agent.config import DEFAULT_PATH, Config, EngineConfig, rules_for
@@ -15,6 +16,8 @@ from agent.signals import CATALOGUE
 from agent.windows import LATE_INTERVALS
 
 READ_WITHIN_S = 5.0  # the longest that one read of any source may take
+ROUNDS = 5  # at least: three failed reads in a row are an engine that is down
+SHORTEST_POLL_S = 0.5
 
 
 def sample(config: Config, watch_for_s: float, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -22,7 +25,8 @@ def sample(config: Config, watch_for_s: float, progress: Callable[[str], None]) 
 
     Extra key `looked_for`: what was looked for, in sentences.
     """
-    node, sources = _prepare(config)
+    poll_s = min(config.poll, max(SHORTEST_POLL_S, watch_for_s / ROUNDS))
+    node, sources = _prepare(config, poll_s)
     collector = Collector(sources)
     try:
         found = _round(node, collector, READ_WITHIN_S)
@@ -52,9 +56,9 @@ def _round(node: Node, collector: Collector, wait_s: float) -> dict[str, str | N
             for name, slot in collector.slots.items()}
 
 
-def _prepare(config: Config) -> tuple[Node, Sequence[Source]]:
-    sources = sources_of(config, {})
-    return Node(setup_of(config, rules_for(config, CATALOGUE).rules, clip_windows=True)), sources
+def _prepare(config: Config, poll_s: float) -> tuple[Node, Sequence[Source]]:
+    setup = setup_of(config, rules_for(config, CATALOGUE).rules, clip_windows=True)
+    return Node(replace(setup, poll_s=poll_s)), sources_of(config, {})
 
 
 def _looked_for(config: Config, sources: Sequence[Source], errors: dict[str, str | None]) -> list[str]:
@@ -73,10 +77,11 @@ def _looked_for(config: Config, sources: Sequence[Source], errors: dict[str, str
 
 
 def doctor(config: Config, urls: Sequence[str]) -> dict[str, Any]:
-    """How each quantity is had, by reading everything twice; `urls` are looked at instead of the configured engines."""
+    """How each quantity is had, by reading everything once; `urls` are looked at instead of the configured engines."""
     if urls:
-        config = Config(engines=tuple(EngineConfig(url=url) for url in urls), nvml=config.nvml, node=config.node)
-    node, sources = _prepare(config)
+        engines = tuple(EngineConfig(url=url) for url in dict.fromkeys(urls))
+        config = Config(engines=engines, nvml=config.nvml, node=config.node)
+    node, sources = _prepare(config, config.poll)
     collector = Collector(sources)
     try:
         errors = _round(node, collector, READ_WITHIN_S)

@@ -2,78 +2,179 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from agent.model import Alert, Rule, Signal
 
+SUMMARY_LENGTH = 100
+MOST_DIGITS = 4  # more than the usual ones, to tell a value from its limit
 _BIG = ((1024.0**4, "TiB"), (1024.0**3, "GiB"), (1024.0**2, "MiB"), (1024.0, "KiB"))
+_SPANS = ((1.0, 0.001, "ms"), (120.0, 1.0, "s"), (7200.0, 60.0, "min"), (172800.0, 3600.0, "h"))
+_SIGNS = {"celsius": " °C", "kelvin": " K", "of limit": "×", "count": ""}
+NOTHING = "–"
+Evidence = Mapping[str, Any]
 
 
-def quantity(value: float | None, unit: str) -> str:
-    """A number with its unit, short enough for a table: 85 %, 212 ms, 4.1 s, 91 °C, 12, 2.4×."""
-    if value is None:
-        return "–"
+def quantity(value: float | None, unit: str, more: int = 0) -> str:
+    """A number with its unit, short enough for a table: 85 %, 212 ms, 4.1 s, 91 °C, 12, 2.4×.
+
+    `more`: so many digits beyond the usual ones.
+    """
+    if value is None or not math.isfinite(value):
+        return NOTHING
     if unit == "s":
-        return span(value)
+        return span(value, more)
     if unit == "ratio":
-        return f"{value:.1%}".replace(".0%", "%").replace("%", " %")
+        return _percent(value, more)
     if unit == "bytes":
-        size, name = next(((s, n) for s, n in _BIG if value >= s), (1.0, "B"))
-        return f"{value / size:.3g} {name}"
-    signs = {"celsius": " °C", "kelvin": " K", "of limit": "×", "count": ""}
-    digits = f"{value:.0f}" if value == int(value) else f"{value:.3g}"
-    return digits + signs.get(unit, f" {unit}")
+        size, name = next(((s, n) for s, n in _BIG if abs(value) >= s), (1.0, "B"))
+        return f"{_digits(value / size, more)} {name}"
+    return _digits(value, more) + _SIGNS.get(unit, f" {unit}")
 
 
-def span(seconds: float) -> str:
+def _digits(value: float, more: int) -> str:
+    """Three significant digits (and `more`), of a whole number all; never an exponent."""
+    if value == int(value):
+        return str(int(value))
+    places = min(6, max(0, 2 - math.floor(math.log10(abs(value)))) + more)
+    return _plain(f"{value:.{places}f}")
+
+
+def _plain(number: str) -> str:
+    return number.rstrip("0").rstrip(".") if "." in number else number
+
+
+def _percent(value: float, more: int) -> str:
+    """One decimal; more where it would say nothing or all of what is neither: 99.95 % is not 100 %."""
+    for places in range(1 + more, 2 + MOST_DIGITS):
+        text = _plain(f"{value * 100 + 0.0:.{places}f}")  # + 0.0: no "-0"
+        if text not in ("0", "-0", "100") or value in (0.0, 1.0):
+            break
+    return f"{text} %"
+
+
+def span(seconds: float, more: int = 0) -> str:
     """A span of time: 250 ms, 4.1 s, 90 s, 12 min, 3.5 h, 2 d."""
-    if abs(seconds) < 1.0:
-        return f"{seconds * 1000:.0f} ms" if seconds else "0 s"
-    if abs(seconds) < 120:
-        return f"{seconds:.3g} s"
-    if abs(seconds) < 7200:
-        return f"{seconds / 60:.3g} min"
-    return f"{seconds / 3600:.3g} h" if abs(seconds) < 172800 else f"{seconds / 86400:.3g} d"
+    if not math.isfinite(seconds):
+        return NOTHING
+    if not seconds:
+        return "0 s"
+    _, size, name = next((row for row in _SPANS if abs(seconds) < row[0]), (0.0, 86400.0, "d"))
+    return f"{_digits(seconds / size, more)} {name}"
 
+
+def beside(value: float | None, limit: float | None, unit: str) -> str:
+    """A value as it is told beside its limit: with as many digits as it takes to read otherwise than that."""
+    text = quantity(value, unit)
+    if value is None or limit is None or value == limit:
+        return text
+    fuller = (quantity(value, unit, more) for more in range(MOST_DIGITS + 1))
+    return next((t for t in fuller if t != quantity(limit, unit)), text)
+
+
+# --- what was measured, where a number alone says too little ---------------------------------------------------------
+
+
+def _slow(e: Evidence) -> str:
+    over = "over " if e.get("p99_over") else ""
+    slow, possibly = f"{e['slow']:.0f}", f"{e['possibly_slow']:.0f}"
+    count = slow if slow == possibly else f"{slow} to {possibly}"
+    return f"p99 {over}{span(e['p99_s'])} (SLO {span(e['slo_s'])}), {count} of {e['n']:.0f} slow"
+
+
+def _burn(e: Evidence) -> str:
+    rates = [(k.removeprefix("burn_"), v) for k, v in e.items() if k.startswith("burn_")]
+    return "burn " + ", ".join(f"{_digits(v, 0)}× over {k}" for k, v in rates)
+
+
+def _lost(e: Evidence) -> str:
+    return "; ".join(f"{name}: {why}" for name, why in e["lost"].items())
+
+
+def _stuck(e: Evidence) -> str:
+    if e["flat_s"] <= 0 < e.get("waiting_alone_s", 0):
+        return f"{e['waiting']:.0f} waiting and none running for {span(e['waiting_alone_s'])}"
+    return f"no token for {span(e['flat_s'])} with {e['running']:.0f} running, {e['waiting']:.0f} waiting"
+
+
+def _free(e: Evidence) -> str:
+    return f"{quantity(e['free_bytes'], 'bytes')} free and falling, limit {quantity(e['floor_bytes'], 'bytes')}"
+
+
+# The first key of evidence that is there decides; what is told by one of these needs no limit beside it.
+TELLERS: Mapping[str, Callable[[Evidence], str]] = {
+    "p99_s": _slow,
+    "burn_1h": _burn,
+    "burn_1d": _burn,
+    "lost": _lost,
+    "late_s": lambda e: f"no answer for {span(e['late_s'])}",
+    "failing_s": lambda e: f"nothing delivered for {span(e['failing_s'])}",
+    "flat_s": _stuck,
+    "waiting_alone_s": _stuck,
+    "floor_bytes": _free,
+}
+
+
+def told(signal: Signal | None) -> str | None:
+    """What was measured, in the words that a person would use; None where the number alone says it."""
+    if signal is None:
+        return None
+    evidence = signal.evidence
+    teller = next((t for key, t in TELLERS.items() if evidence.get(key)), None)
+    if teller is None:
+        teller = _burn if any(key.startswith("burn_") for key in evidence) else None
+    return None if teller is None else teller(evidence)
+
+
+def what(signal: Signal, unit: str) -> str:
+    """What was measured: in words, else the number."""
+    return told(signal) or quantity(signal.value, unit)
+
+
+# --- an alert ---------------------------------------------------------------------------------------------------------
 
 SIGNS = {">": "over", ">=": "at or over", "<": "under", "<=": "at or under"}
 
 
-def what(signal: Signal | None, unit: str) -> str:
-    """What was measured, in the words that a person would use: a slow share is told with its p99."""
-    evidence: Mapping[str, Any] = {} if signal is None else signal.evidence
-    if evidence.get("p99_s") is not None:
-        over = "over " if evidence.get("p99_over") else ""
-        return (f"p99 {over}{span(evidence['p99_s'])} (SLO {span(evidence['slo_s'])}), "
-                f"{evidence['slow']:.0f} to {evidence['possibly_slow']:.0f} of {evidence['n']:.0f} slow")
-    burns = {k.removeprefix("burn_"): v for k, v in evidence.items() if k.startswith("burn_")}
-    if burns:
-        return "burn " + ", ".join(f"{v:.3g}× over {k}" for k, v in burns.items())
-    if evidence.get("lost"):
-        return "; ".join(f"{name}: {why}" for name, why in evidence["lost"].items())
-    return quantity(None if signal is None else signal.value, unit)
+def summary(rule: Rule, alert: Alert, signal: Signal | None, unit: str, where: str, when: str) -> str:
+    """One line for a phone: what, how bad, where, since when. At most 100 characters; what was measured is cut first.
+
+    `where`: "GPU 3 on gpu-17"; `when`: "4 min", or how it ended.
+    """
+    words = told(signal) if signal is not None and signal.state == "value" else None
+    measured = words or beside(alert.value, alert.limit, unit)
+    if words is None and alert.limit is not None:
+        measured += f", limit {quantity(alert.limit, unit)}"
+    head, tail = f"{rule.id} ", f": {where}, {when}"
+    room = SUMMARY_LENGTH - len(head) - len(tail)
+    if room < 1:
+        return cut(head + measured + tail, SUMMARY_LENGTH)
+    return head + cut(measured, room) + tail
 
 
-def summary(rule: Rule, alert: Alert, signal: Signal | None, unit: str, node: str) -> str:
-    """One line for a phone: what, how bad, where. At most 100 characters."""
-    limit = "" if alert.limit is None else f", limit {quantity(alert.limit, unit)}"
-    measured = what(signal, unit) if signal is not None and signal.state == "value" else \
-        quantity(alert.value, unit)
-    if any(word in measured for word in ("SLO", "burn", ";")) or rule.signal in ("blind", "watcher"):
-        limit = ""
-    text = f"{rule.id} {measured}{limit}: {alert.subject} on {node}"
-    return text if len(text) <= 100 else text[:99] + "…"
+def cut(text: str, length: int) -> str:
+    """At most `length` characters."""
+    return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def description(rule: Rule, alert: Alert, signal: Signal | None, unit: str) -> str:
-    """The body: what was measured against what, why there is no number now, and what to do."""
-    measured, limit = quantity(alert.value, unit), quantity(alert.limit, unit)
-    lines = [f"{rule.signal} of {alert.subject} is {measured} ({SIGNS[rule.op]} {limit} breaches)."]
+def description(rule: Rule, alert: Alert, signal: Signal | None, unit: str, subject: str) -> str:
+    """The body: what was measured against what and how, why there is no number now, and what to do."""
+    measured = beside(alert.value, alert.limit, unit)
+    breach = "" if alert.limit is None else f" ({SIGNS[rule.op]} {quantity(alert.limit, unit)} breaches)"
+    lines = [f"{rule.signal} of {subject} is {measured}{breach}."]
     if signal is not None and signal.state == "value":
-        told = what(signal, unit)
-        lines += [f"Measured: {told} ({signal.method})."] if told != quantity(alert.value, unit) else []
+        words = told(signal)
+        method = "" if signal.method in ("", "exact") else f" ({signal.method})"
+        if words or method:
+            lines.append(f"Measured: {words or measured}{method}.")
     elif signal is not None and signal.why:
         lines.append(f"No number now: {signal.why}.")
     lines.append(rule.action)
     return "\n".join(line for line in lines if line)
+
+
+def ending(open_s: float, why: str) -> str:
+    """How an alert ended: back in range, or closed for another reason."""
+    return f"closed after {span(round(open_s))}: {why}" if why else f"back in range after {span(round(open_s))}"
