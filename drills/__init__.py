@@ -1,1 +1,1 @@
-"""The fire drills of a GPU node. They arrive with `tocsin drilld`; the package is reserved here."""
+"""The drill daemon of a GPU node: schedule, guard, inject, judge, undo, report."""

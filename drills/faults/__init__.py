@@ -1,0 +1,1 @@
+"""The faults, one small file each: plan, inject, prove, undo, and what is left."""
