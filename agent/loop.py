@@ -28,6 +28,7 @@ log = structlog.get_logger()
 
 GRACE_S = 1.0  # how long a tick waits for its sources
 PRUNE_EVERY_S = 60.0
+ALIVE_EVERY_S = 10.0  # how often the watchdog is fed between two ticks: it may be set shorter than a poll
 SELF = "self"
 # The samples without which a required signal is a Gap.
 MADE_FROM: Mapping[str, tuple[str, ...]] = {
@@ -90,17 +91,21 @@ class Collector:
     def gather(self, grace_s: float) -> list[Batch]:
         """Start every idle source, wait for them up to `grace_s`, and take what has come, late ones of before too."""
         with self._answered:
+            batches = self._taken()
             for slot in self.slots.values():
-                if not slot.reading and slot.fresh is None:
+                if not slot.reading:
                     slot.reading, slot.asked_at = True, self._monotonic()
                     slot.go.set()
             self._answered.wait_for(lambda: self._stopping or not any(s.reading for s in self.slots.values()), grace_s)
-            batches = []
-            for slot in self.slots.values():
-                if slot.fresh is not None:
-                    batches.append(slot.fresh)
-                    slot.last, slot.fresh = slot.fresh, None
-            return batches
+            return batches + self._taken()
+
+    def _taken(self) -> list[Batch]:
+        batches = []
+        for slot in self.slots.values():
+            if slot.fresh is not None:
+                batches.append(slot.fresh)
+                slot.last, slot.fresh = slot.fresh, None
+        return batches
 
     def late_s(self) -> dict[str, float]:
         """For how long each source has not answered; 0 where no read is under way."""
@@ -133,6 +138,8 @@ class Agent:
         self._ticked_mono = monotonic()
         self._started_mono = monotonic()
         self._layouts: dict[tuple[str, tuple[SeriesKey, ...]], int] = {}
+        self._next_layout = 1
+        self._fault: str | None = None  # why the last tick failed
         self._pruned_at = 0.0
 
     # --- the tick ---------------------------------------------------------------------------------------------------
@@ -146,6 +153,7 @@ class Agent:
             series = tuple((n, s, k) for n, s, k in msgspec.json.decode(row.keys_json, type=list[tuple[str, str, str]]))
             keys[(row.track, row.layout)] = series
             self._layouts[(row.track, series)] = row.layout
+            self._next_layout = max(self._next_layout, row.layout + 1)  # numbers have holes: not their count
         for res, keep_s in (("coarse", COARSE_KEEP_S), ("raw", RAW_KEEP_S)):
             self.node.windows.restore(_rows(self.store.frames(now - keep_s, res), keys))
 
@@ -156,15 +164,20 @@ class Agent:
         dt_s = min(max(0.0, mono - self._ticked_mono), LATE_INTERVALS * self.node.setup.poll_s)
         if self._tick_at is None:
             dt_s = 0.0
-        with self._lock:
-            for batch in batches:
-                self.node.take(batch)
-            self.node.take(self._of_ourselves(now))
-            transitions = self.node.step(now, dt_s)
-            notices = self._notices(transitions, now)
-            frames, layouts = self._frames(self.node.windows.unsaved())
-            learned = asdict(self.node.learned)
-        self._save(now, transitions, notices, frames, layouts, learned)
+        before = self.node.book
+        try:
+            with self._lock:
+                for batch in batches:
+                    self.node.take(batch)
+                self.node.take(self._of_ourselves(now))
+                transitions = self.node.step(now, dt_s)
+                notices = self._notices(transitions, now)
+                frames, layouts = self._frames(self.node.windows.unsaved())
+                learned = asdict(self.node.learned)
+            self._save(now, transitions, notices, frames, layouts, learned)
+        except BaseException:
+            self.node.book = before  # what was not handed over must happen again, or its page is lost
+            raise
         for change in transitions:
             log.info("transition", rule=change.alert.rule, subject=change.alert.subject, state=change.kind,
                      value=change.alert.value, limit=change.alert.limit, severity=change.alert.severity,
@@ -195,7 +208,8 @@ class Agent:
                 continue
             layout = self._layouts.get((row.track, row.keys))
             if layout is None:
-                layout = self._layouts[(row.track, row.keys)] = len(self._layouts) + 1
+                layout = self._layouts[(row.track, row.keys)] = self._next_layout
+                self._next_layout += 1
                 layouts.append(LayoutRow(row.track, layout, msgspec.json.encode(row.keys).decode()))
             frames.append(FrameRow(row.track, row.at, layout, row.values.tobytes(), row.res))
         return frames, layouts
@@ -207,20 +221,32 @@ class Agent:
         except NotSaved as error:  # the store keeps what matters and writes it next time; pages go out all the same
             log.error("tick_not_saved", error=str(error))  # noqa: TRY400  (its text is the whole story)
         self.store.set_meta("learned", learned)
-        if now - self._pruned_at > PRUNE_EVERY_S:
+        if not 0 <= now - self._pruned_at <= PRUNE_EVERY_S:  # also when the clock has stepped back
             self._pruned_at = now
             self.store.prune(now, {"raw": RAW_KEEP_S, "coarse": COARSE_KEEP_S})
 
-    def run(self, after_tick: Callable[[], object]) -> None:
-        """Tick every poll until stopped. `after_tick` feeds the watchdog."""
+    def run(self, alive: Callable[[], object]) -> None:
+        """Tick every poll until stopped. `alive` feeds the watchdog: after each tick, and while the next is awaited."""
         due = self._monotonic()
         while not self._stop.is_set():
-            self.tick()
-            after_tick()
+            try:
+                self.tick()
+                self._fault = None
+            except Exception as error:  # a fault of ours: the next tick may do; if none does, the watchdog ends us
+                self._fault = f"{type(error).__name__}: {error}"
+                log.exception("tick_failed")
             poll_s = self.node.setup.poll_s
             over = self._monotonic() - due
             due += poll_s * max(1, -(-over // poll_s))  # a tick that ran over is followed by the next due one
-            self._stop.wait(max(0.0, due - self._monotonic()))
+            self._wait_until(due, alive)
+
+    def _wait_until(self, due: float, alive: Callable[[], object]) -> None:
+        while True:
+            if self.healthy():
+                alive()
+            left_s = due - self._monotonic()
+            if self._stop.wait(min(max(0.0, left_s), ALIVE_EVERY_S)) or left_s <= ALIVE_EVERY_S:
+                return
 
     def stop(self) -> None:
         """End `run` after the tick under way."""
@@ -261,6 +287,7 @@ class Agent:
                      if late_s > LATE_INTERVALS * self.node.setup.poll_s]
         problems += [] if self.outbox is None else self.outbox.problems()
         problems += [] if alive else [tick]
+        problems += [f"the last tick failed, a fault of Tocsin's: {self._fault}"] if self._fault else []
         problems += [self.store.problem] if self.store.problem else []
         problems += [] if channels else ["no channel is configured under `notify:`: nobody is told of an alert"]
         with self._lock:
