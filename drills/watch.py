@@ -1,0 +1,191 @@
+"""What is watched while a drill runs: the agent's transitions, the target's way back, receivers, Alertmanagers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+
+from agent import client
+from drills.judge import Alarm
+
+EVERY_S = 0.5
+ANSWER_S = 2.0
+COMPLETION_S = 30.0
+PROMPT = "hello world, count from one to eight please"  # at least 8 tokens: fewer have killed an engine
+
+
+class AgentWatch:
+    """The agent's transitions from now on, kept by a thread of its own. `stale_s`: since the agent last answered."""
+
+    def __init__(self, socket: Path, clock: Callable[[], float] = time.time) -> None:
+        self._socket, self._clock = socket, clock
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._rows: list[dict[str, Any]] = []
+        self._after = 0
+        self._answered_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="agent-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin after the newest transition there is. Raises as client.ask does."""
+        while rows := client.ask(self._socket, f"/transitions?after={self._after}"):
+            self._after = rows[-1]["id"]
+        self._answered_at = time.monotonic()
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(EVERY_S):
+            try:
+                rows = client.ask(self._socket, f"/transitions?after={self._after}")
+            except (client.NotRunning, client.AgentError):
+                continue  # how long it has been silent is a guard's business
+            with self._lock:
+                self._answered_at = time.monotonic()
+                self._rows += rows
+                if rows:
+                    self._after = rows[-1]["id"]
+
+    @property
+    def stale_s(self) -> float:
+        """Seconds since the agent last answered."""
+        return time.monotonic() - self._answered_at
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every transition since the start, oldest first."""
+        with self._lock:
+            return list(self._rows)
+
+    def pages(self) -> list[dict[str, Any]]:
+        """The pages that fired since the start."""
+        return [r for r in self.rows() if r["state"] == "firing" and r["severity"] == "page"]
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(3 * ANSWER_S)
+
+
+def alarm_of(rule: Mapping[str, Any] | None, rule_id: str, rows: Sequence[Mapping[str, Any]], since: float,
+             delivered_at: float | None) -> Alarm:
+    """What became of an announced alert, from the transitions. `rule`: its row of the catalogue; None: disabled."""
+    first: dict[str, float] = {}
+    for row in rows:
+        if row["rule"] == rule_id and row["at"] >= since:
+            first.setdefault(row["state"], row["at"])
+    return Alarm(rule_id, float(rule["for_s"]) if rule else 0.0, rule is not None, first.get("pending"),
+                 first.get("firing"), delivered_at, first.get("resolved"))
+
+
+@dataclass
+class WayBack:
+    """The restart of a killed target, watched from outside: down, port, ready, first completion (unix seconds)."""
+
+    url: str  # of the engine itself, without a path
+    clock: Callable[[], float] = time.time
+    down_at: float | None = None
+    port_at: float | None = None
+    ready_at: float | None = None
+    completion_at: float | None = None
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to watch, in a thread."""
+        self._thread = threading.Thread(target=self._run, name="way-back", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(COMPLETION_S)
+
+    def _run(self) -> None:
+        while not self._stop.wait(EVERY_S / 2) and self.completion_at is None:
+            health = status_of(self.url, "/health")
+            if health is None:
+                self.down_at, self.port_at, self.ready_at = self.down_at or self.clock(), None, None
+                continue
+            if self.down_at is None:
+                continue  # it has not gone yet
+            self.port_at = self.port_at or self.clock()
+            if health != http.client.OK:
+                continue
+            self.ready_at = self.ready_at or self.clock()
+            if completes(self.url):
+                self.completion_at = self.clock()
+
+
+def status_of(url: str, path: str) -> int | None:
+    """The HTTP status of a GET; None where nobody answers in time."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=ANSWER_S)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def completes(url: str) -> bool:
+    """One short completion by the engine itself, read to its end."""
+    try:
+        models = requests.get(f"{url}/v1/models", timeout=ANSWER_S).json()
+        body = {"model": models["data"][0]["id"], "prompt": PROMPT, "max_tokens": 4}
+        answer = requests.post(f"{url}/v1/completions", json=body, timeout=(ANSWER_S, COMPLETION_S))
+        return answer.ok and bool(answer.json()["choices"][0].get("finish_reason"))
+    except (requests.RequestException, ValueError, LookupError, TypeError):
+        return False
+
+
+def failed_notifications(urls: Sequence[str]) -> float | None:
+    """All notifications that these Alertmanagers failed to deliver so far; None where none tells."""
+    told = [n for url in urls if (n := _failed_of(url)) is not None]
+    return sum(told) if told else None
+
+
+def _failed_of(url: str) -> float | None:
+    try:
+        page = requests.get(f"{url}/metrics", timeout=ANSWER_S).text
+    except requests.RequestException:
+        return None
+    lines = [x for x in page.splitlines() if x.startswith("alertmanager_notification_requests_failed_total")]
+    return sum(float(x.rpartition(" ")[2]) for x in lines) if lines else None
+
+
+def echoed_at(url: str, rule_id: str, since: float) -> float | None:
+    """When a receiver that can be asked got the firing of a rule: it answers with what reached it, and when.
+
+    The answer is a JSON list of {"at": unix seconds, "alerts": [Alertmanager's webhook alerts]}, as our own webhook
+    receiver keeps it.
+    """
+    try:
+        arrivals = requests.get(url, timeout=ANSWER_S).json()
+    except (requests.RequestException, ValueError):
+        return None
+    found = [a["at"] for a in arrivals if a["at"] >= since for alert in a.get("alerts", ())
+             if alert.get("labels", {}).get("rule") == rule_id and alert.get("status") == "firing"]
+    return min(found) if found else None
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """JSON lines of a file that may be cut short at its end."""
+    rows = []
+    try:
+        for line in path.read_bytes().splitlines():
+            rows.append(json.loads(line))
+    except (OSError, ValueError):
+        return rows
+    return rows
