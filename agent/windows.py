@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
+from operator import itemgetter, lt, ne
 from typing import NamedTuple
 
 from agent.model import SAMPLES, Batch, Gap, Sample, Why
@@ -42,6 +44,18 @@ class Row(NamedTuple):
     values: array[float]
 
 
+class _Alike(NamedTuple):
+    """Where the numbers of a row go, as long as every row tells the same series, and numbers only."""
+
+    keys: tuple[SeriesKey, ...]
+    is_counter: list[bool]
+    is_gauge: list[bool]
+    is_start: list[bool]  # process start times
+    counters: list[array[float]]  # columns
+    gauges: list[array[float]]
+    silent: list[array[float]]  # columns of what is not told
+
+
 class Track:
     """One source's reads in time. `interval_s` is how often it has a row, `poll_s` how often its source is read."""
 
@@ -53,51 +67,99 @@ class Track:
         self.watched: array[float] = array("d")  # seconds watched since the track began
         self.columns: dict[SeriesKey, array[float]] = {}
         self.groups: dict[tuple[str, str], dict[str, array[float]]] = {}  # (name, subject) -> key -> the same columns
-        self.last_raw: dict[SeriesKey, float] = {}  # last value read of each counter
         self.restarted_at: float | None = None  # when the process behind it last (re)started, as far as it tells
         self.started_at: float | None = None  # its process start time
+        self._last_raw: dict[SeriesKey, float] = {}  # last value read of each counter, but of the row in `_last`
+        self._alike: _Alike | None = None  # of the last row
+        self._last: Sequence[float] = ()  # its numbers as they were read
+        self._rows: dict[float, tuple[int, float]] = {}  # answers that hold until the next row
+        self._watched_since: dict[float, float] = {}
 
-    def append(self, at: float, values: Mapping[SeriesKey, float]) -> float:
+    def append(self, at: float, keys: tuple[SeriesKey, ...], values: Sequence[float]) -> float:
         """Add one read. Where the clock has stepped back, what is known moves back with it: by how much is returned."""
         shift_s = 0.0
         if self.times and at <= self.times[-1]:
             shift_s = at - self.times[-1] - self.poll_s
             self.shift(shift_s)
-        self._note_restart(at, values)
-        first = not self.times
-        step = 0.0 if first else at - self.times[-1]
+        if not self._append_alike(keys, values):
+            self._append_any(at, keys, values)
+        step = at - self.times[-1] if self.times else 0.0
         self.watched.append((self.watched[-1] if self.watched else 0.0)
                             + (step if step <= LATE_INTERVALS * self.interval_s else 0.0))
         self.times.append(at)
+        self._trim(at)
+        self._forget_answers()
+        return shift_s
+
+    def _append_alike(self, keys: tuple[SeriesKey, ...], values: Sequence[float]) -> bool:
+        """Nearly every row: the series of the last one, all numbers, nothing dropped, so nothing to find out anew.
+
+        False: this row must be looked at more closely; nothing was changed.
+        """
+        alike, last = self._alike, self._last
+        if alike is None or keys != alike.keys:
+            return False
+        counts, counted = list(compress(values, alike.is_counter)), list(compress(last, alike.is_counter))
+        started = any(map(ne, compress(values, alike.is_start), compress(last, alike.is_start)))
+        if started or any(map(lt, counts, counted)) or math.isnan(sum(values)):
+            return False
+        for column, count, was in zip(alike.counters, counts, counted, strict=True):
+            column.append(column[-1] + count - was)
+        for column, value in zip(alike.gauges, compress(values, alike.is_gauge), strict=True):
+            column.append(value)
+        for column in alike.silent:
+            column.append(NAN)
+        self._last = values
+        return True
+
+    def _append_any(self, at: float, keys: tuple[SeriesKey, ...], values: Sequence[float]) -> None:
+        self._end_alike()
+        told = dict(zip(keys, values, strict=True))
+        self._note_restart(at, told)
         rows = len(self.times)
-        for key, value in values.items():
+        for key, value in told.items():
             column = self.columns.get(key)
             if column is None:
-                column = self._begin(key, value, rows - 1)
-            column.append(self._total(key, value, column) if SAMPLES.get(key[0], "gauge") != "gauge" else value)
-        if len(values) < len(self.columns):
-            for column in self.columns.values():
-                if len(column) < rows:
-                    column.append(NAN)
-        self._trim(at)
-        return shift_s
+                column = self._begin(key, value, rows)
+            column.append(value if is_gauge(key) else self._total(key, value, column))
+        silent = [column for column in self.columns.values() if len(column) == rows]
+        for column in silent:
+            column.append(NAN)
+        if len(told) == len(keys) and not any(map(math.isnan, values)):
+            gauge = [is_gauge(key) for key in keys]
+            told_in = [self.columns[key] for key in keys]
+            counter = [not yes for yes in gauge]
+            self._alike = _Alike(keys, counter, gauge, [key[0] == "process_start" for key in keys],
+                                 list(compress(told_in, counter)), list(compress(told_in, gauge)), silent)
+            self._last = values
+
+    def _end_alike(self) -> None:
+        if self._alike is not None:
+            told = zip(self._alike.keys, self._last, strict=True)
+            self._last_raw.update(compress(told, self._alike.is_counter))
+            self._alike = None
+
+    def _forget_answers(self) -> None:
+        self._rows.clear()
+        self._watched_since.clear()
 
     def shift(self, by_s: float) -> None:
         """Move all that is known in time."""
         self.times = array("d", [t + by_s for t in self.times])
         if self.restarted_at is not None:
             self.restarted_at += by_s
+        self._forget_answers()
 
     def _begin(self, key: SeriesKey, value: float, rows: int) -> array[float]:
         """A new series. A counter that first appears on a target already watched counts from 0.
 
         Not so one whose first word was unreadable (NaN), nor one that was gone for longer than rows are kept.
         """
-        counts = SAMPLES.get(key[0], "gauge") != "gauge" and not math.isnan(value)
+        counts = not is_gauge(key) and not math.isnan(value)
         column = self.columns[key] = array("d", [0.0 if counts else NAN]) * rows
         self.groups.setdefault(key[:2], {})[key[2]] = column
         if counts and rows:
-            self.last_raw.setdefault(key, 0.0)
+            self._last_raw.setdefault(key, 0.0)
         return column
 
     def _note_restart(self, at: float, values: Mapping[SeriesKey, float]) -> None:
@@ -105,7 +167,7 @@ class Track:
 
         With what dropped goes what its subject does not tell now: it will come back as the new process counts it.
         """
-        last_raw = self.last_raw
+        last_raw = self._last_raw
         dropped = {key[1] for key, value in values.items() if key in last_raw and value < last_raw[key]}
         for subject in dropped:
             self.restarted_at = at
@@ -119,13 +181,13 @@ class Track:
                     self.restarted_at = min(value, at)
                 elif abs(value - known) > 1.0:
                     self.restarted_at = at  # its first page, not its start: a large model loads for minutes
-                    self.last_raw = dict.fromkeys(last_raw, 0.0)
+                    self._last_raw = dict.fromkeys(last_raw, 0.0)
 
     def _total(self, key: SeriesKey, value: float, column: Sequence[float]) -> float:
         if math.isnan(value):
             return NAN
-        last = self.last_raw.get(key)
-        self.last_raw[key] = value
+        last = self._last_raw.get(key)
+        self._last_raw[key] = value
         total = last_number(column)
         return total if last is None else total + value - last
 
@@ -141,7 +203,9 @@ class Track:
         """Let go of the numbers of a subject; what its counters stood at is kept, lest it come back."""
         self._drop([k for k in self.columns if k[1] == subject])
 
-    def _drop(self, keys: Iterable[SeriesKey]) -> None:
+    def _drop(self, keys: Sequence[SeriesKey]) -> None:
+        if keys:
+            self._end_alike()
         for key in keys:
             group = self.groups[key[:2]]
             del self.columns[key], group[key[2]]
@@ -150,6 +214,12 @@ class Track:
 
     def at_or_before(self, at: float) -> tuple[int, float]:
         """The row at or before `at`, and how far `at` lies into an unwatched gap after it (0 to 1; 0: no such gap)."""
+        found = self._rows.get(at)
+        if found is None:
+            found = self._rows[at] = self._look_up(at)
+        return found
+
+    def _look_up(self, at: float) -> tuple[int, float]:
         i = bisect_right(self.times, at) - 1
         if i < 0 or i + 1 >= len(self.times):
             return max(i, 0), 0.0
@@ -158,14 +228,22 @@ class Track:
             return i, 0.0
         return i, (at - self.times[i]) / step
 
-    def rises(self, group: tuple[str, str], start: float, end: float | None) -> dict[str, float]:
-        """What each counter of a (name, subject) rose between two times, by key."""
+    def rises(self, group: tuple[str, str], start: float, end: float | None, key: str | None = None,
+              ) -> dict[str, float]:
+        """What each counter of a (name, subject) rose between two times, by key; or the one of `key` alone."""
+        columns: Mapping[str, array[float]] = self.groups.get(group, {})
+        if key is not None:
+            columns = {key: columns[key]} if key in columns else {}
         i, in_gap = self.at_or_before(start)
         j, end_in_gap = (len(self.times) - 1, 0.0) if end is None else self.at_or_before(end)
+        if not in_gap and not end_in_gap:
+            rises = {key: column[j] - column[i] for key, column in columns.items()}
+            if not math.isnan(sum(rises.values())):  # they were all told in both rows
+                return rises
         until = self.times[j] if end is None else end
         return {key: self._total_at(column, j, until, in_gap=end_in_gap > 0)
                 - self._total_at(column, i, start, in_gap=in_gap > 0)
-                for key, column in self.groups.get(group, {}).items()}
+                for key, column in columns.items()}
 
     def _total_at(self, column: Sequence[float], i: int, at: float, *, in_gap: bool) -> float:
         """A counter's total at row i. Inside what was not watched, of the track or of it alone, the rise is spread."""
@@ -190,9 +268,17 @@ class Track:
         """Seconds watched between `start` and the last row."""
         if not self.times:
             return 0.0
-        i, share = self.at_or_before(start)
-        into = max(0.0, start - self.times[i]) if not share and start >= self.times[i] else 0.0
-        return max(0.0, self.watched[-1] - self.watched[i] - into)
+        watched_s = self._watched_since.get(start)
+        if watched_s is None:
+            i, share = self.at_or_before(start)
+            into = max(0.0, start - self.times[i]) if not share and start >= self.times[i] else 0.0
+            watched_s = self._watched_since[start] = max(0.0, self.watched[-1] - self.watched[i] - into)
+        return watched_s
+
+
+def is_gauge(key: SeriesKey) -> bool:
+    """Whether a series is no counter: what is not known is none."""
+    return SAMPLES.get(key[0], "gauge") == "gauge"
 
 
 def last_number(column: Sequence[float]) -> float:
@@ -209,9 +295,38 @@ def number_before(column: Sequence[float], i: int, otherwise: float) -> float:
     return otherwise
 
 
-def only_coarse(values: Mapping[SeriesKey, float]) -> dict[SeriesKey, float]:
+def is_coarse(key: SeriesKey) -> bool:
+    """Whether a series is kept for days."""
+    return key[0] in COARSE_NAMES or (key[0] == "ttft" and key[2] == "count")
+
+
+def only_coarse(row: Row) -> Row:
     """What of a read is kept for days."""
-    return {k: v for k, v in values.items() if k[0] in COARSE_NAMES or (k[0] == "ttft" and k[2] == "count")}
+    kept = list(map(is_coarse, row.keys))
+    return Row(row.track, "coarse", row.at, tuple(compress(row.keys, kept)), array("d", compress(row.values, kept)))
+
+
+_KEY_OF = itemgetter(*map(Sample._fields.index, ("name", "subject", "key")))  # of a Sample
+
+
+class _Form(NamedTuple):
+    """Which series one read of a source told, and which of them go into which row: mostly as in the read before."""
+
+    told: list[SeriesKey]
+    groups: list[tuple[str, str]]  # (subject, name)
+    is_live: list[bool]
+    live: tuple[SeriesKey, ...]
+    is_other: list[bool]
+    other: tuple[SeriesKey, ...]
+
+
+def form_of(told: list[SeriesKey]) -> _Form:
+    """The form of a read. Where it told a series twice, the second word counts."""
+    last = {key: i for i, key in enumerate(told)}
+    is_live = [key[0] in LIVENESS_NAMES and last[key] == i for i, key in enumerate(told)]
+    is_other = [key[0] not in LIVENESS_NAMES and last[key] == i for i, key in enumerate(told)]
+    groups = list(dict.fromkeys((subject, name) for name, subject, _ in told))
+    return _Form(told, groups, is_live, tuple(compress(told, is_live)), is_other, tuple(compress(told, is_other)))
 
 
 class Windows:
@@ -225,59 +340,73 @@ class Windows:
         self.owners: dict[tuple[str, str], str] = {}  # (subject, name) -> track
         self.gaps: dict[tuple[str, str], Gap] = {}  # (subject, name) -> why it is not told now
         self._unsaved: list[Row] = []
-        self._kept: dict[str, tuple[float, dict[SeriesKey, float]]] = {}  # track -> its last read, for the coarse one
+        self._kept: dict[str, Row] = {}  # track -> its last read, for the coarse one
+        self._forms: dict[str, _Form] = {}  # source -> of its last read
+        self._owned: dict[str, tuple[tuple[SeriesKey, ...], dict[tuple[str, str], str]]] = {}  # track -> its last row's
 
     def ingest(self, batch: Batch) -> None:
         """Take one read of one source."""
-        values: dict[SeriesKey, float] = {}
-        live: dict[SeriesKey, float] = {}
-        gaps: list[Gap] = []
-        for reading in batch.readings:
-            if isinstance(reading, Gap):
-                gaps.append(reading)
-                continue
-            into = live if reading.name in LIVENESS_NAMES else values
-            into[(reading.name, reading.subject, reading.key)] = reading.value
-            self.gaps.pop((reading.subject, reading.name), None)
+        samples = [reading for reading in batch.readings if isinstance(reading, Sample)]
+        told = list(map(_KEY_OF, samples))
+        form = self._forms.get(batch.source)
+        if form is None or form.told != told:
+            form = self._forms[batch.source] = form_of(told)
+        for group in form.groups:
+            self.gaps.pop(group, None)
+        numbers = [sample.value for sample in samples]
+        live = array("d", compress(numbers, form.is_live))
+        if live:
+            self._take(Row(f"{batch.source}#live", "raw", batch.at, form.live, live))
+        keys, values = form.other, array("d", compress(numbers, form.is_other))
+        if len(samples) < len(batch.readings):
+            gaps = [reading for reading in batch.readings if isinstance(reading, Gap)]
+            keys, values = self._note_gaps(gaps, keys, values)
+        if values:
+            self._take(Row(batch.source, "raw", batch.at, keys, values))
+
+    def _note_gaps(self, gaps: Sequence[Gap], keys: tuple[SeriesKey, ...], values: array[float],
+                   ) -> tuple[tuple[SeriesKey, ...], array[float]]:
+        """Remember why numbers are missing. What was told, but unreadably, has a place in the row."""
+        unreadable: dict[SeriesKey, float] = {}
         for gap in gaps:  # after the samples: one bad bucket makes the histogram a Gap
             self.gaps[(gap.subject, gap.name)] = gap
             kind = SAMPLES.get(gap.name, "gauge")
-            if values and gap.code in UNREADABLE and (kind == "counter" or (kind == "histogram" and gap.key)):
-                values[(gap.name, gap.subject, gap.key)] = NAN
-        if live:
-            self._take(f"{batch.source}#live", batch.at, live)
-        if values:
-            self._take(batch.source, batch.at, values)
+            if gap.code in UNREADABLE and (kind == "counter" or (kind == "histogram" and gap.key)):
+                unreadable[(gap.name, gap.subject, gap.key)] = NAN
+        if not (values and unreadable):
+            return keys, values
+        row = dict(zip(keys, values, strict=True)) | unreadable
+        return tuple(row), array("d", row.values())
 
-    def _take(self, name: str, at: float, values: Mapping[SeriesKey, float]) -> None:
-        row = Row(name, "raw", at, tuple(values), array("d", values.values()))
+    def _take(self, row: Row) -> None:
         self._unsaved.append(row)
-        restarted_at = self._restarted_at(name)
+        restarted_at = self._restarted_at(row.track)
         shift_s = self._add(row)
-        self._thin_out(name, at, values, broken=shift_s != 0 or self._restarted_at(name) != restarted_at)
+        self._thin_out(row, broken=shift_s != 0 or self._restarted_at(row.track) != restarted_at)
 
     def _restarted_at(self, name: str) -> float | None:
         return self.tracks[name].restarted_at if name in self.tracks else None
 
-    def _thin_out(self, source: str, at: float, values: Mapping[SeriesKey, float], *, broken: bool) -> None:
+    def _thin_out(self, row: Row, *, broken: bool) -> None:
         """A row a minute, and the two around a break.
 
         Around a restart, else what rose just before a crash would be lost; around a step back of the clock, so that
         both tracks move alike, also when they are restored.
         """
-        kept = only_coarse(values)
-        track, last = self.coarse.get(source), self._kept.get(source)
-        if kept:
-            self._kept[source] = (at, kept)
+        track, last = self.coarse.get(row.track), self._kept.get(row.track)
+        self._keep(row)
         if track is None or not broken:
-            due = [(at, kept)] if track is None or at - track.times[-1] >= COARSE_EVERY_S - 0.5 else []
+            due = [row] if track is None or row.at - track.times[-1] >= COARSE_EVERY_S - 0.5 else []
         else:
-            due = [(at, kept)] if last is None or last[0] <= track.times[-1] else [last, (at, kept)]
-        for row_at, told in due:
-            if told:
-                row = Row(source, "coarse", row_at, tuple(told), array("d", told.values()))
-                self._unsaved.append(row)
-                self._add(row)
+            due = [row] if last is None or last.at <= track.times[-1] else [last, row]
+        for told in map(only_coarse, due):
+            if told.keys:
+                self._unsaved.append(told)
+                self._add(told)
+
+    def _keep(self, row: Row) -> None:
+        if any(map(is_coarse, row.keys)):
+            self._kept[row.track] = row
 
     def _add(self, row: Row) -> float:
         coarse = row.res == "coarse"
@@ -288,9 +417,15 @@ class Windows:
             track = Track(interval_s, COARSE_KEEP_S if coarse else self.raw_keep_s, self.interval_s)
             tracks[row.track] = track
         if not coarse:
-            for series, subject, _ in row.keys:
-                self.owners[(subject, series)] = row.track
-        return track.append(row.at, dict(zip(row.keys, row.values, strict=True)))
+            self._own(row)
+        return track.append(row.at, row.keys, row.values)
+
+    def _own(self, row: Row) -> None:
+        keys, owned = self._owned.get(row.track, ((), {}))
+        if keys != row.keys:
+            owned = {(subject, name): row.track for name, subject, _ in row.keys}
+            self._owned[row.track] = (row.keys, owned)
+        self.owners.update(owned)
 
     def unsaved(self) -> list[Row]:
         """Rows since the last call, for the store."""
@@ -302,9 +437,7 @@ class Windows:
         for row in rows:
             self._add(row)
             if row.res == "raw":
-                kept = only_coarse(dict(zip(row.keys, row.values, strict=True)))
-                if kept:
-                    self._kept[row.track] = (row.at, kept)
+                self._keep(row)
 
     def forget(self, subject: str) -> None:
         """Let go of a subject that has ended."""
@@ -360,21 +493,27 @@ class Windows:
 
     def increase(self, subject: str, name: str, start: float, end: float | None = None, key: str = "") -> float:
         """What one counter rose between `start` and `end` (None: its last row). 0 for a series that was never seen."""
-        return self.increases(subject, name, start, end).get(key, 0.0)
+        return self.increases(subject, name, start, end, key).get(key, 0.0)
 
-    def increases(self, subject: str, name: str, start: float, end: float | None = None) -> dict[str, float]:
-        """What each series of a counter or histogram rose between `start` and `end` (None: its last row), by key."""
+    def increases(self, subject: str, name: str, start: float, end: float | None = None, key: str | None = None,
+                  ) -> dict[str, float]:
+        """What each series of a counter or histogram rose between `start` and `end` (None: its last row), by key.
+
+        `key`: only that one.
+        """
         owner = self.owners.get((subject, name))
         if owner is None:
             return {}
         raw, coarse = self.tracks[owner], self.coarse.get(owner)
         group = (name, subject)
         if coarse is None or start >= raw.times[0] or coarse.times[0] >= raw.times[0]:
-            return raw.rises(group, start, end)
+            return raw.rises(group, start, end, key)
         joint = coarse.times[-1] if end is None else min(end, coarse.times[-1])
-        long, after = coarse.rises(group, start, joint), raw.rises(group, joint, end)
-        return {key: long[key] + (after[key] if joint != end else 0.0) if key in long else rise
-                for key, rise in raw.rises(group, start, end).items()}
+        long, after = coarse.rises(group, start, joint, key), raw.rises(group, joint, end, key)
+        if long.keys() >= after.keys():
+            return {k: long[k] + (rise if joint != end else 0.0) for k, rise in after.items()}
+        return {k: long[k] + (after[k] if joint != end else 0.0) if k in long else rise
+                for k, rise in raw.rises(group, start, end, key).items()}
 
     def level(self, subject: str, name: str, at: float) -> float | None:
         """What a gauge stood at at a time: its last number at or before it. None where memory does not reach back."""
@@ -406,14 +545,12 @@ class Windows:
     def history(self, subject: str, name: str, start: float, key: str = "") -> Iterator[tuple[float, float]]:
         """(time, value) of each row since `start` that told it; of a counter its total since the track began."""
         track = self.track_of(subject, name)
-        if track is None:
-            return
-        column = track.columns.get((name, subject, key))
-        if column is None:
-            return
-        for i in range(max(0, bisect_right(track.times, start) - 1), len(track.times)):
-            if track.times[i] >= start and not math.isnan(column[i]):
-                yield track.times[i], column[i]
+        column = None if track is None else track.columns.get((name, subject, key))
+        if track is None or column is None:
+            return iter(())
+        first = bisect_left(track.times, start)
+        return ((at, value) for at, value in zip(track.times[first:], column[first:], strict=True)
+                if not math.isnan(value))
 
     def backward(self, subject: str, *series: tuple[str, str]) -> Iterator[tuple[float, ...]]:
         """(time, value, value, …) of each row that told all of the given (name, key), newest first."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.model import Batch, Gap, Sample, Why
-from agent.windows import COARSE_KEEP_S, RAW_KEEP_S, Windows
+from agent.windows import COARSE_KEEP_S, RAW_KEEP_S, SeriesKey, Track, Windows
 from tests.scenes import T0, read, read_many, times
 
 HOUR, DAY = 3600.0, 86400.0
@@ -470,3 +470,40 @@ def test_an_increase_is_never_negative_and_adds_up(story: list[tuple[float, dict
                 assert late[key] >= -1e-9
                 assert not math.isnan(value)
                 assert early[key] + late[key] == pytest.approx(value)
+
+
+# --- the short way for a row like the last one -----------------------------------------------------------------------
+
+NUMBERS = st.sampled_from([0.0, 0.1, 1.0, 2.5, 7.0, math.nan])
+SERIES: list[SeriesKey] = [("finished", "e", "stop"), ("finished", "e", "error"), ("kv_usage", "e", ""),
+                           ("process_start", "e", ""), ("preemptions", "f", "")]
+ROWS = st.lists(st.tuples(st.sampled_from([5.0, 5.0, 5.0, 40.0, 5000.0, -3.0]),
+                          st.dictionaries(st.sampled_from(SERIES), NUMBERS, min_size=1),
+                          st.integers(1, 4), st.sampled_from([0.0, 1.0])), max_size=12)
+
+
+@given(ROWS)
+def test_a_row_like_the_last_one_is_added_as_any_other(rows: list[tuple[float, dict[SeriesKey, float], int, float]],
+                                                       ) -> None:
+    """Most rows tell the series of the row before: the short way for them gives what the long way gives."""
+    short, long = Track(5.0, 3600.0, 5.0), Track(5.0, 3600.0, 5.0)
+    at = T0
+    for step_s, told, repeat, growth in rows:
+        for i in range(repeat):
+            at += step_s
+            keys, values = tuple(told), [value + growth * i for value in told.values()]
+            long._end_alike()  # so that it finds no row to be like
+            assert short.append(at, keys, values) == long.append(at, keys, values)
+            assert short.watched_since(at - 60) == long.watched_since(at - 60)
+    assert (short.times, short.watched) == (long.times, long.watched)
+    assert (short.restarted_at, short.started_at) == (long.restarted_at, long.started_at)
+    assert repr(short.columns) == repr(long.columns)  # NaN is not equal to itself, but it is written alike
+
+
+def test_a_series_told_twice_in_one_read_counts_with_its_second_word() -> None:
+    """A source's slip must not make a row longer than its names."""
+    windows = Windows(5.0)
+    for at in (0.0, 5.0):
+        windows.ingest(Batch("engine:e", T0 + at, 0.0, tuple(
+            Sample("finished", "e", value, T0 + at, "stop") for value in (1.0, 3.0 + at))))
+    assert rise(windows, 0, name="finished", key="stop") == 5
