@@ -96,7 +96,12 @@ MAY_IMPORT: dict[str, Row] = {
         "msgspec os pathlib signal sys threading typer",
     ),
     "runbooks": Row(),
+    # The drills: of the agent they know its client, its configuration file and its nouns, never its inside.
     "drills": Row(),
+    "drills.model": Row(),
+    "drills.judge": Row("drills.model"),
+    "drills.faults": Row(),
+    "drills.watch": Row("agent.client drills.judge", WORLD),
 }
 # What only an edge may do: ask what time it is. Everybody else is told.
 CLOCK_READERS = {
@@ -105,6 +110,7 @@ CLOCK_READERS = {
     "agent.oneshot": "a check without a running agent",
     "agent.record": "stamps what it records",
     "agent.store": "names a damaged file that it moves aside",
+    "drills.watch": "stamps what it sees while a drill runs",
 }
 CLOCK_CALLS = frozenset(
     {"time.time", "time.time_ns", "time.localtime", "time.gmtime", "datetime.now", "datetime.utcnow", "date.today"}
