@@ -96,13 +96,15 @@ MAY_IMPORT: dict[str, Row] = {
         "msgspec os pathlib signal sys threading typer",
     ),
     "runbooks": Row(),
-    # The drills: of the agent they know its client, its configuration file and its nouns, never its inside.
+    # The drills. What they may know of the agent: AGENT_FOR_DRILLS.
     "drills": Row(),
     "drills.model": Row(),
     "drills.judge": Row("drills.model"),
     "drills.faults": Row(),
     "drills.watch": Row("agent.client drills.judge", WORLD),
 }
+# The agent's client, nouns and configuration file, never its inside.
+AGENT_FOR_DRILLS = {"agent.client", "agent.config", "agent.model", "agent.sdnotify", "agent.strict"}
 # What only an edge may do: ask what time it is. Everybody else is told.
 CLOCK_READERS = {
     "agent.loop": "the tick",
@@ -183,6 +185,16 @@ def test_only_what_the_table_allows(module: str) -> None:
 def test_only_edges_read_the_clock(module: str) -> None:
     """A suspended host: what asked the clock by itself saw nine hours of breach, what counted watched time none."""
     assert clock_calls(FILES[module].read_text()) == []
+
+
+def test_neither_daemon_knows_the_other_s_inside() -> None:
+    """A drill that reached into the agent's store judged the alarm by what the agent meant to do."""
+    for module, row in MAY_IMPORT.items():
+        ours = row.ours.split()
+        if module.startswith("drills"):
+            assert {name for name in ours if name.startswith("agent")} <= AGENT_FOR_DRILLS, module
+        elif module != "agent.__main__":
+            assert not [name for name in ours if name.startswith("drills")], module
 
 
 def test_no_row_outlives_its_module() -> None:
