@@ -78,6 +78,12 @@ class RealAlertmanager:
             found: list[dict[str, Any]] = json.load(answer)
         return found
 
+    def flushes(self) -> float:
+        """How often it has looked into its log of notifications: once a flush of a group, after the flush before."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(x.rpartition(" ")[2]) for x in lines if x.startswith("alertmanager_nflog_queries_total"))
+
     def _ready(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/-/ready", timeout=1) as answer:

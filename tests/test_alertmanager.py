@@ -191,6 +191,7 @@ def test_nothing_is_lost_while_alertmanager_is_down(
     node.fire("Resolves")
     receiver.wait_for(1)
     wait_until(lambda: node.store.owed("alertmanager") == [])
+    wait_until(lambda: real.flushes() >= 2, 20.0, "its own note of what it sent: without, it sends no resolve")
     real.stop()
     node.fire("Fires")
     node.fire("Both")
