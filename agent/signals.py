@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from agent.model import Alert, GpuFacts, Rule, Sample, Signal, SignalSpec, Slo, Why
-from agent.stats import Buckets, add_buckets, in_last_bucket, quantile, slow_share, wilson_lower
+from agent.stats import Buckets, SlowShare, add_buckets, in_last_bucket, quantile, slow_share, wilson_lower
 from agent.windows import Windows
 
 WARMUP_S = 180.0  # after an engine's (re)start
@@ -70,6 +71,14 @@ class Scene:
         target = self.target_of(subject)
         return self.slo if target is None else target.slo
 
+    def sleeps(self, engine: str) -> bool:
+        """Whether an engine says that it is asleep."""
+        asleep: bool | None = self.memo.get((engine, "asleep"))
+        if asleep is None:
+            got = self.windows.latest(engine, "asleep", self.now)
+            asleep = self.memo[(engine, "asleep")] = isinstance(got, Sample) and got.value > 0
+        return asleep
+
     def target_on(self, uuid: str) -> Target | None:
         """The one target on a GPU; None where there is none, or more than one."""
         gpu = self.gpus.get(uuid)
@@ -86,18 +95,18 @@ class Ask:
         self.not_before = not_before  # observations from before an alert's last resolve never count again
         target = scene.target_of(subject)
         self.target = target
-        self.slo = scene.slo_of(subject)
+        self.slo = scene.slo if target is None else target.slo
 
     def value(self, value: float, *, at: float | None = None, **more: Any) -> Signal:
         """A measured value. `at`: when it was read; alerts count only what is new."""
         return Signal(self.rule.signal, self.subject, "value", self.now if at is None else at, value,
                       self.spec.unit, **more)
 
-    def gap(self, code: Why, why: str) -> Signal:
+    def gap(self, code: Why, why: str, **more: Any) -> Signal:
         """It should be there and is not; what a card or version does not have at all is N/A."""
         if code is Why.NOT_SUPPORTED:
             return self.na(why)
-        return Signal(self.rule.signal, self.subject, "gap", self.now, unit=self.spec.unit, why=why, code=code)
+        return Signal(self.rule.signal, self.subject, "gap", self.now, unit=self.spec.unit, why=why, code=code, **more)
 
     def idle(self, why: str, value: float | None = None, **more: Any) -> Signal:
         """Nothing to judge; a value may be shown."""
@@ -138,11 +147,11 @@ class Ask:
         watched_s = self.windows.watched_s(subject or self.subject, name, self.now - window_s)
         if watched_s >= enough_s:
             return None
-        gap = self.gap(Why.NOT_COVERED, f"watched {watched_s:.0f} s of the last {window_s:.0f} s")
         # someone looked all the time and got no page: that is blindness, and not a young agent
         looked_s = 0.0 if self.target is None else \
             self.windows.watched_s(self.target.name, "rung", self.now - window_s)
-        return replace(gap, evidence={"young": looked_s < enough_s})
+        return self.gap(Why.NOT_COVERED, f"watched {watched_s:.0f} s of the last {window_s:.0f} s",
+                        evidence={"young": looked_s < enough_s})
 
     def started_s(self, name: str, subject: str | None = None) -> float | None:
         """Seconds since the engine (re)started; None where it is not known."""
@@ -151,8 +160,7 @@ class Ask:
 
     def asleep(self, subject: str | None = None) -> Signal | None:
         """An engine that sleeps is judged by nothing."""
-        got = self.windows.latest(subject or self.subject, "asleep", self.now)
-        return self.na("asleep") if isinstance(got, Sample) and got.value > 0 else None
+        return self.na("asleep") if self.scene.sleeps(subject or self.subject) else None
 
     def warming_up(self, name: str, span_s: float = WARMUP_S, subject: str | None = None) -> str | None:
         """Why an engine that has just (re)started is not judged yet."""
@@ -166,23 +174,17 @@ class Ask:
 
 def progress_at(ask: Ask, subject: str, since: float) -> float | None:
     """When tokens, first tokens or prompt tokens of an engine last moved, not looking back beyond `since`."""
-    moved = None
-    for name, key in PROGRESS:
-        last = None
-        for at, total in ask.windows.history(subject, name, since, key):
-            if last is not None and total != last and (moved is None or at > moved):
-                moved = at
-            last = total
-    return moved
+    moved = [ask.windows.moved_at(subject, name, since, key) for name, key in PROGRESS]
+    return max((at for at in moved if at is not None), default=None)
 
 
 def stale(ask: Ask, name: str, value: float) -> Signal | None:
     """A gauge that claims work, unchanged for 60 s while no counter moves, is not believed."""
     since = ask.now - STALE_S - 2 * ask.windows.interval_s
-    history = list(ask.windows.history(ask.subject, name, since))
-    if value <= 0 or len(history) < 2 or history[-1][0] - history[0][0] < STALE_S:
+    if value <= 0 or ask.windows.moved_at(ask.subject, name, since) is not None:
         return None
-    if any(v != value for _, v in history) or progress_at(ask, ask.subject, since) is not None:
+    times = [at for at, _ in ask.windows.history(ask.subject, name, since)]
+    if not times or times[-1] - times[0] < STALE_S or progress_at(ask, ask.subject, since) is not None:
         return None
     return ask.gap(Why.STALE, f"stands at {value:g} for {STALE_S:.0f} s while no counter moves")
 
@@ -287,6 +289,7 @@ def engine_buckets(windows: Windows, engine: str, name: str, start: float) -> di
     return {bound(key): rise for key, rise in rises.items() if key in now and key not in ("sum", "count")}
 
 
+@lru_cache(1024)
 def bound(key: str) -> float:
     """A bucket's upper bound from its `le`."""
     return math.inf if key == "+Inf" else float(key)
@@ -325,20 +328,30 @@ def slow_verdict(ask: Ask, name: str, buckets: Buckets, limit_s: float, window_s
     """Certain or possible slow share as a signal, with p99, n and the bounds as evidence."""
     if zeros_only(ask, name, buckets, window_s):
         return ask.gap(Why.NO_DATA, f"all {buckets[-1][1]:.0f} observations are 0 s: the engine records zeros")
-    share = slow_share(limit_s, buckets)
+    share, evidence = measured_share(ask, name, buckets, limit_s, window_s)
     possible = counted(ask, share.possible, share.n)
     if math.isinf(share.high_bound) and possible > ask.rule.factor:  # else it is in range wherever they lie
         return ask.gap(Why.OFF_SCALE, f"{share.possible:.0f} of {share.n:.0f} are over the last bound"
                        f" {share.low_bound:g} s and the limit {limit_s:g} s lies above it")
     certain = counted(ask, share.certain, share.n)
-    over = in_last_bucket(0.99, buckets)
-    evidence = {"p99_s": quantile(0.99, buckets), "p99_over": over, "n": share.n, "window_s": window_s,
-                "slow": share.certain, "possibly_slow": share.possible, "slo_s": limit_s,
-                "bounds_s": [share.low_bound, share.high_bound]}
     assert ask.target is not None  # noqa: S101
     at = ask.told_at(name, *ask.target.engines)
     judged = certain if not undecided else 0.0 if certain > ask.rule.factor else possible
     return ask.value(judged, at=at, method="histogram", evidence=evidence)
+
+
+def measured_share(ask: Ask, name: str, buckets: Buckets, limit_s: float, window_s: float,
+                   ) -> tuple[SlowShare, dict[str, Any]]:
+    """What a target's buckets say of a limit, and the evidence: the same for what is certain and what is possible."""
+    memo, key = ask.scene.memo, (ask.subject, name, "share", limit_s, window_s, ask.start(window_s))
+    if key not in memo:
+        share = slow_share(limit_s, buckets)
+        memo[key] = share, {
+            "p99_s": quantile(0.99, buckets), "p99_over": in_last_bucket(0.99, buckets), "n": share.n,
+            "window_s": window_s, "slow": share.certain, "possibly_slow": share.possible, "slo_s": limit_s,
+            "bounds_s": [share.low_bound, share.high_bound]}
+    share, evidence = memo[key]
+    return share, dict(evidence)
 
 
 def counted(ask: Ask, bad: float, n: float) -> float:
@@ -357,10 +370,21 @@ def zeros_only(ask: Ask, name: str, buckets: Buckets, window_s: float) -> bool:
 
 def target_trouble(ask: Ask, name: str) -> Signal | None:
     """Why a target is not judged: asleep as a whole, not told, not covered, warming up."""
+    memo, key = ask.scene.memo, (ask.subject, name, "no trouble", ask.window_s())
+    if key in memo:
+        return None
+    trouble = find_trouble(ask, name)
+    if trouble is None:
+        memo[key] = True
+    return trouble
+
+
+def find_trouble(ask: Ask, name: str) -> Signal | None:
+    """The looking behind target_trouble."""
     assert ask.target is not None  # noqa: S101
     if not ask.target.engines:
         return ask.gap(Why.MISSING, "no page was read yet")
-    if all(ask.asleep(e) for e in ask.target.engines):
+    if all(ask.scene.sleeps(e) for e in ask.target.engines):
         return ask.na("asleep")
     for engine in ask.target.engines:
         trouble = ask.problem(name, engine) or ask.uncovered(name, engine)
@@ -439,7 +463,7 @@ def error_trouble(ask: Ask, target: Target) -> Signal | None:
     """Why a target's errors are not told, neither by HTTP status nor by finish reason; N/A while it sleeps."""
     if not target.engines:
         return ask.gap(Why.MISSING, "no page was read yet")
-    if all(ask.asleep(e) for e in target.engines):
+    if all(ask.scene.sleeps(e) for e in target.engines):
         return ask.na("asleep")
     if told(ask.windows, target.name, "http", ask.now):
         return None
@@ -494,6 +518,8 @@ def burn(ask: Ask, targets: list[Target], window_s: float, slo: Slo) -> tuple[fl
     start = ask.start(window_s)
     counts = [errors_and_requests(ask, t, start) for t in targets]
     errors, n = sum(c[0] for c in counts), sum(c[1] for c in counts)
+    if errors <= 0:
+        return 0.0, n
     watched_s = max((ask.windows.watched_s(subject, name, start) for t in targets
                      for subject, name in ((t.name, "http"), *((e, "finished") for e in t.engines))), default=0.0)
     return wilson_lower(errors, n) / (1 - slo.availability) * min(1.0, watched_s / window_s), n
@@ -657,7 +683,7 @@ def gpu_utilization(ask: Ask) -> Signal:
     target = ask.scene.target_on(ask.subject)
     if target is None or not target.engines:
         return ask.idle("no engine is known on this GPU", got.value)
-    if all(ask.asleep(e) for e in target.engines):
+    if all(ask.scene.sleeps(e) for e in target.engines):
         return ask.na("asleep")
     warm = next((w for e in target.engines if (w := ask.warming_up("running", subject=e))), None)
     if warm:
@@ -870,17 +896,17 @@ def held_s(ask: Ask, limit_s: float, holds: Callable[[float, float], bool], *, f
     `flat`: and no progress counter moved. What was not watched (a suspended host, a clock that stepped) is not counted.
     """
     since = ask.now - 2 * limit_s - 3 * ask.windows.interval_s
+    floor = ask.windows.restarted_at(ask.subject, "running") or since
+    if flat:
+        floor = max(floor, progress_at(ask, ask.subject, since) or since)
     began = None
     for at, running, waiting in ask.windows.backward(ask.subject, ("running", ""), ("waiting", "")):
         if at < since or not holds(running, waiting):
             break
         began = at
-    if began is None:
-        return 0.0
-    began = max(began, ask.windows.restarted_at(ask.subject, "running") or began)
-    if flat:
-        began = max(began, progress_at(ask, ask.subject, since) or began)
-    return ask.windows.watched_s(ask.subject, "running", began)
+        if at <= floor:
+            break
+    return 0.0 if began is None else ask.windows.watched_s(ask.subject, "running", max(began, floor))
 
 
 def watcher(ask: Ask) -> Signal:
@@ -906,9 +932,11 @@ def blind(scene: Scene, rule: Rule, root: str, signals: Mapping[tuple[str, str],
     ask = Ask(scene, SIGNALS[rule.signal][0], rule, root, 0.0)
     if target is not None and starting(ask):
         return ask.idle("starting")
+    if ("lost",) not in scene.memo:
+        scene.memo[("lost",)] = [(subject, s) for (rule_id, subject), s in signals.items()
+                                 if s.state == "gap" and rule_id in required and not s.evidence.get("young")]
     subjects = {root, *(target.engines if target else ())}
-    lost = {f"{s.id} of {s.subject}": s.why for (rule_id, subject), s in signals.items()
-            if rule_id in required and subject in subjects and s.state == "gap" and not s.evidence.get("young")}
+    lost = {f"{s.id} of {s.subject}": s.why for subject, s in scene.memo[("lost",)] if subject in subjects}
     return ask.value(float(len(lost)), evidence={"lost": lost})
 
 

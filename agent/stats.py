@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 Z_95 = 1.959963984540054  # two-sided 95 % of the normal distribution
@@ -38,11 +39,10 @@ def add_buckets(histograms: Iterable[Mapping[float, float]]) -> list[tuple[float
     """
     given = [h for h in histograms if h]
     bounds = sorted(set(given[0]).intersection(*given[1:])) if given else []
-    rising, most = [], 0.0
-    for bound in bounds:
-        most = max(most, sum(h[bound] for h in given))
-        rising.append((bound, most))
-    return rising
+    counts = map(sum, zip(*(map(h.__getitem__, bounds) for h in given), strict=True))
+    rising = accumulate(counts, max, initial=0.0)
+    next(rising)
+    return list(zip(bounds, rising, strict=True))
 
 
 def quantile(q: float, buckets: Buckets) -> float | None:

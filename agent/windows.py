@@ -564,6 +564,17 @@ class Windows:
             if not any(map(math.isnan, row)):
                 yield (track.times[i], *row)
 
+    def moved_at(self, subject: str, name: str, since: float, key: str = "") -> float | None:
+        """When a series last told another number than before, not looking back beyond `since`; None: it did not."""
+        later: tuple[float, ...] | None = None
+        for row in self.backward(subject, (name, key)):
+            if row[0] < since:
+                break
+            if later is not None and row[1] != later[1]:
+                return later[0]
+            later = row
+        return None
+
     def last_over(self, subject: str, name: str, limit: float) -> float | None:
         """When a gauge was last over a limit; None: not as long as rows are kept."""
         track = self.track_of(subject, name)
