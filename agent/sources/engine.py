@@ -104,10 +104,10 @@ class EngineSource:
         answer = self._metrics.get()
         if answer.status != 200:
             raise FetchError(Why.BAD_STATUS, _status_text(answer))
-        content_type = answer.headers.get("Content-Type", "")
+        content_type = answer.headers.get("content-type", "")
         try:
-            check_length(len(answer.body), answer.headers.get("Content-Length"))
-            body = decode(answer.body, answer.headers.get("Content-Encoding"), MAX_BYTES)
+            check_length(len(answer.body), answer.headers.get("content-length"))
+            body = decode(answer.body, answer.headers.get("content-encoding"), MAX_BYTES)
             return self._pages.read(body, content_type, now)
         except PageError as e:
             said = f" (it calls itself {content_type[:60]})" if "json" in content_type or "html" in content_type else ""
@@ -210,7 +210,7 @@ def without_secrets(url: str) -> str:
 def _status_text(answer: Answer) -> str:
     status = answer.status
     if 300 <= status < 400:
-        there = without_secrets(answer.headers.get("Location", ""))[:200]
+        there = without_secrets(answer.headers.get("location", ""))[:200]
         return f"HTTP {status}: it sends us to {there!r}, and we follow to no other place: give that address"
     advice = {
         401: "it wants credentials, and Tocsin sends none: let this machine read /metrics without",
