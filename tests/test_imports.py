@@ -98,15 +98,37 @@ MAY_IMPORT: dict[str, Row] = {
     "runbooks": Row(),
     # The drills. What they may know of the agent: AGENT_FOR_DRILLS.
     "drills": Row(),
+    "drills.completion": Row("drills.model", WORLD),
+    "drills.prober": Row("drills.completion drills.model", WORLD),
     "drills.model": Row(),
     "drills.judge": Row("drills.model"),
+    "drills.proxy": Row("", WORLD),
+    "drills.faults.upstream_timeout": Row(
+        "drills.ledger drills.model drills.nft drills.proc drills.proxy drills.targets", WORLD
+    ),
     "drills.faults": Row(),
+    "drills.proc": Row("drills.model", WORLD),
+    "drills.ledger": Row("drills.model drills.proc", WORLD),
+    "drills.targets": Row("agent.config drills.model drills.proc drills", "os pathlib"),
+    "drills.heal": Row("drills.faults.table drills.ledger drills.model drills.proc drills", WORLD),
+    "drills.holder": Row(
+        "drills.faults.table drills.heal drills.ledger drills.model drills.proc", WORLD
+    ),
+    "drills.faults.table": Row(
+        "drills.faults.disk_full drills.faults.engine_hang drills.faults.process_kill drills.model"
+    ),
+    "drills.faults.process_kill": Row("drills.model drills.proc drills.targets", WORLD),
+    "drills.faults.engine_hang": Row("drills.model drills.proc drills.targets", WORLD),
+    "drills.faults.disk_full": Row("drills.model drills.proc", WORLD),
     "drills.watch": Row("agent.client drills.judge", WORLD),
 }
 # The agent's client, nouns and configuration file, never its inside.
 AGENT_FOR_DRILLS = {"agent.client", "agent.config", "agent.model", "agent.sdnotify", "agent.strict"}
 # What only an edge may do: ask what time it is. Everybody else is told.
 CLOCK_READERS = {
+    "drills.ledger": "stamps its entries",
+    "drills.holder": "stamps its events",
+    "drills.prober": "hangs its monotonic times on the wall clock, once",
     "agent.loop": "the tick",
     "agent.daemon": "hands the clock to the outbox and the web threads",
     "agent.oneshot": "a check without a running agent",
