@@ -9,8 +9,9 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 import msgspec
@@ -28,8 +29,11 @@ from agent.strict import (
     Parse,
     Places,
     PositiveDuration,
+    Rate,
     Share,
+    Size,
     Unfit,
+    above_zero,
     absolute_path,
     cut,
     did_you_mean,
@@ -140,7 +144,7 @@ def _day_window(text: str) -> str:
 
 
 def _zone(text: str) -> str:
-    import zoneinfo  # only where a quiet window is written
+    import zoneinfo  # only where a quiet window or a drill's schedule is written
 
     try:
         zoneinfo.ZoneInfo(text)
@@ -166,11 +170,95 @@ def _open_share(text: str) -> float:
     return value
 
 
+def _drill_name(text: str) -> str:
+    """It begins the name of a run, and so of its folder."""
+    if not re.fullmatch(r"[a-z0-9](?:[a-z0-9.-]{0,46}[a-z0-9])?", text):
+        raise Unfit(f"{cut(text)!r} is not a drill's name", "write small letters, digits, dots and dashes, at most 48")
+    return text
+
+
+def blackout(text: str) -> tuple[str, str]:
+    """`2026-12-20/2027-01-06` as its first and last day. Raises Unfit."""
+    first, slash, last = text.partition("/")
+    try:
+        days = (date.fromisoformat(first), date.fromisoformat(last))
+    except ValueError:
+        remedy = f'write "{cut(text)}/{cut(text)}"' if not slash else 'write two days, as "2026-12-20/2027-01-06"'
+        raise Unfit(f"{cut(text)!r} is not a span of days", remedy) from None
+    if days[1] < days[0]:
+        raise Unfit(f"{cut(text)!r} ends before it begins", f'write "{last}/{first}"')
+    return days[0].isoformat(), days[1].isoformat()
+
+
+def _five_fields(text: str) -> str:
+    if len(text.split()) != 5:
+        raise Unfit(f"{cut(text)!r} has {len(text.split())} fields", 'write five, as "0 10 * * TUE#1"')
+    return text
+
+
+class Goodput(NamedTuple):
+    """`95% in 30s`: the share of the asked rate, and after how many seconds it must be reached."""
+
+    share: float
+    within_s: float
+
+
+def goodput(text: str) -> Goodput:
+    """`95% in 30s` in its parts. Raises Unfit."""
+    part, _, span = text.partition(" in ")
+    if not span:
+        raise Unfit(f"{cut(text)!r} is not a goodput", "write a share and a time, as 95% in 30s")
+    return Goodput(_open_share(part), duration_s(span))
+
+
+def _status(text: str) -> int:
+    if text not in ("429", "503"):
+        raise Unfit(f"{cut(text)!r} is no status that says: come back later", "write 503 or 429")
+    return int(text)
+
+
+def _part(text: str) -> str:
+    if not re.fullmatch(r"main|core|api|all|rank:[0-9]{1,4}", text):
+        raise Unfit(f"{cut(text)!r} is no part of an engine", "write main, core, api, all, or rank:0 and so on")
+    return text
+
+
+def _address(text: str) -> str:
+    import ipaddress  # only where a drill names one
+
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        raise Unfit(f"{cut(text)!r} is not an IP address", "write it as 10.0.0.7 or fd00::7") from None
+
+
+def _upstream(text: str) -> tuple[str, int]:
+    host, port = host_port(text)
+    if port == 0:
+        raise Unfit(f"{cut(text)!r} has no port", "write 10.0.0.7:8000 or [fd00::7]:8000")
+    return _address(host), port
+
+
+def _port(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 0 < int(text) < 65536:
+        raise Unfit(f"{cut(text)!r} is not a port", "write a number from 1 to 65535")
+    return int(text)
+
+
+def _netns(text: str) -> str | int:
+    """A path, or the number of a process whose network namespace it is."""
+    return int(text) if re.fullmatch(r"[1-9][0-9]{0,9}", text) else str(absolute_path(text))
+
+
 BaseUrl = Annotated[str, Parse(base_url, text=True)]
 FullUrl = Annotated[str, Parse(full_url, text=True)]
 Name = Annotated[str, Parse(_name, text=True)]
 Zone = Annotated[str, Parse(_zone, text=True)]
 Availability = Annotated[float, Parse(_availability, what=AS_SHARE)]
+OpenShare = Annotated[float, Parse(_open_share, what=AS_SHARE)]
+Level = Annotated[float | str, Parse(above_zero(duration_s).to, words=("slo",), what="slo, or a duration, as 500ms")]
+Port = Annotated[int, Parse(_port, what="a port")]
+Netns = Annotated[str | int, Parse(_netns, what="a path, as /run/netns/engine, or a process's number")]
 EngineKind = Annotated[str, Parse(lambda text: _kind(text), text=True, words=("auto",))]
 
 
@@ -379,12 +467,127 @@ class WebConfig(_Form, frozen=True):
     token_env: EnvName | None = None
 
 
+DrillFault = Literal[
+    "process-kill", "engine-hang", "packet-loss", "upstream-timeout", "disk-full", "pod-kill", "gpu-reset", "slow-rank"
+]
+
+
+class DrillTarget(_Form, frozen=True):
+    """`drills[].target`: what is broken. One of engine, port, pid, upstream, path, gpu or selector."""
+
+    engine: str | None = None  # a name under `engines`
+    port: Port | None = None
+    pid: int | None = None
+    upstream: Annotated[tuple[str, int], Parse(_upstream, text=True)] | None = None
+    path: AbsolutePath | None = None  # a folder of the file system to fill
+    address: Annotated[str, Parse(_address, text=True)] | None = None
+    netns: Netns | None = None
+    part: Annotated[str, Parse(_part, text=True)] | None = None
+    namespace: str | None = None
+    selector: str | None = None
+    gpu: str | None = None  # UUID
+
+
+class DrillSchedule(_Form, frozen=True):
+    """`drills[].schedule`. `blackouts`: the first and the last day of each, in `zone`."""
+
+    cron: Annotated[str, Parse(_five_fields, text=True)]
+    zone: Zone = "UTC"
+    window: Annotated[str, Parse(_day_window, text=True)] | None = None
+    blackouts: tuple[Annotated[tuple[str, str], Parse(blackout, text=True)], ...] = ()
+    grace: PositiveDuration = 20 * 86400.0  # s
+
+
+class DrillLoad(_Form, frozen=True):
+    """`drills[].load`: the prober's, at the address that users use."""
+
+    url: BaseUrl
+    model: str | None = None
+    rate: Rate = 5.0  # 1/s
+    streaming: bool = True
+    retries: int = 0
+    connections: Literal["kept", "new"] = "kept"
+    deadline: PositiveDuration = 30.0  # s, of one request
+    max_tokens: int = 32
+    prompt: str | None = None
+    api_key_file: AbsolutePath | None = None
+
+
+class DrillBy(_Form, frozen=True):
+    """`drills[].holds.degraded.by`: exactly one of the two, as the answer shows it."""
+
+    model: str | None = None
+    header: str | None = None
+
+
+class DrillDegraded(_Form, frozen=True):
+    """`drills[].holds.degraded`."""
+
+    by: DrillBy
+    within: PositiveDuration = 2.0  # s
+
+
+class DrillHolds(_Form, frozen=True):
+    """`drills[].holds`: what must hold. None (`null`): not asked."""
+
+    goodput: Annotated[Goodput, Parse(goodput, text=True)] | None = Goodput(0.95, 30.0)
+    ttft_p99: Level | None = "slo"  # s
+    itl_p99: Level | None = "slo"  # s
+    error_ratio: OpenShare | None = 0.01  # ratio
+    restart_within: PositiveDuration | None = None  # s
+    degraded: DrillDegraded | None = None
+    retry_storm: bool = True
+
+
+class DrillPeer(_Form, frozen=True):
+    """`drills[].params.peer`: where the other direction can be made lossy."""
+
+    netns: Netns
+
+
+class DrillParams(_Form, frozen=True):
+    """`drills[].params`: the fault's own numbers. None: its default; which fault takes which is checked in drills."""
+
+    share: OpenShare | None = None  # ratio, packet-loss
+    direction: Literal["in", "both"] | None = None
+    peer: DrillPeer | None = None
+    loopback: bool | None = None  # drop there too, where the agent reads the engine
+    delay: PositiveDuration | None = None  # s, upstream-timeout
+    mode: Literal["turn", "chunk", "hang", "status"] | None = None
+    after_bytes: int | None = None
+    status: Annotated[int, Parse(_status, what="503 or 429")] | None = None
+    retry_after: Duration | None = None  # s
+    leave: Size | None = None  # bytes, disk-full
+
+
+class DrillConfig(_Form, frozen=True):
+    """One of `drills`. drills.config makes it a Drill, and checks it against faults, rules and the calendar."""
+
+    name: Annotated[str, Parse(_drill_name, text=True)]
+    fault: DrillFault
+    target: DrillTarget
+    schedule: DrillSchedule | None = None
+    load: DrillLoad | None = None
+    for_: PositiveDuration = field(name="for", default=300.0)  # s
+    baseline: Duration = 120.0  # s
+    recovery: PositiveDuration = 600.0  # s
+    resolve_within: PositiveDuration = 600.0  # s
+    expects: tuple[str, ...] = ()  # rule ids
+    holds: DrillHolds = DrillHolds()
+    params: DrillParams = DrillParams()
+    enabled: bool = True
+    dry_run: bool = False
+    echo: FullUrl | None = None  # a receiver that tells what reached it
+    owner: str | None = None
+    at: str = field(name="_at", default="")
+
+
 class DrillGuards(_Form, frozen=True):
     """`drill_guards`. `min_healthy` None: the larger of 1 and half of them."""
 
     lever_file: AbsolutePath = Path("/etc/tocsin/NO-DRILLS")
     min_budget_left: Share = 0.5  # ratio
-    max_blast_radius: Annotated[float, Parse(_open_share, what=AS_SHARE)] = 0.3  # ratio
+    max_blast_radius: OpenShare = 0.3  # ratio
     min_healthy: int | None = None  # replicas
     min_gap: Duration = 20 * 3600.0  # s
     other_watchers_ok: tuple[str, ...] = ()
@@ -413,15 +616,14 @@ class Config(_Form, frozen=True):
     notify: tuple[NotifyConfig, ...] = ()
     probe: ProbeConfig = ProbeConfig()
     web: WebConfig = WebConfig()
-    drills: tuple[Mapping[str, Any], ...] = ()
+    drills: tuple[DrillConfig, ...] = ()
     drill_guards: DrillGuards = DrillGuards()
     drill_group: str | None = None
 
 
 # Keys of the contract whose function this version does not have yet. An entry goes when its function comes.
 WITHOUT_FUNCTION: tuple[str, ...] = (
-    "routers", "gpus", "kernel_log", "sources", "cluster_rules", "pattern", "probe", "web", "drills", "drill_guards",
-    "drill_group",
+    "routers", "gpus", "kernel_log", "sources", "cluster_rules", "pattern", "probe", "web", "drill_group",
 )
 
 
@@ -501,6 +703,7 @@ def _later_faults(read: Decoded[Config], config: Config, places: Places) -> list
     faults = [*_name_faults(config, places), *_number_faults(config, places)]
     for item in config.notify:
         faults += _notify_faults(item, places)
+    faults += _drill_faults(config, places)
     refused = [fault.key for fault in read.faults]
     return [
         fault for fault in faults if not any(key.startswith(fault.key) or fault.key.startswith(key) for key in refused)
@@ -580,6 +783,50 @@ def _notify_faults(item: NotifyConfig, places: Places) -> list[Fault]:
             faults.append(places.fault(f"{key}.{name}.severity", "an empty list matches nothing", remedy))
         if part is not None and kind == "heartbeat":
             faults.append(places.fault(f"{key}.{name}", "a heartbeat is sent whatever fires", f"remove {name}"))
+    return faults
+
+
+def _drill_faults(config: Config, places: Places) -> list[Fault]:
+    """What is wrong with a drill whatever the rules and the calendar say."""
+    faults, seen = [], set[str]()
+    engines = sorted(target_name(engine) for engine in config.engines)
+    for drill in config.drills:
+        if drill.name in seen:
+            faults.append(places.fault(f"{drill.at}.name", f"a second drill {drill.name}", "give each its own name"))
+        seen.add(drill.name)
+        key, target = f"{drill.at}.target", drill.target
+        ways = ("engine", "port", "pid", "upstream", "path", "selector", "gpu")
+        given = [way for way in ways if getattr(target, way) is not None]
+        if len(given) != 1:
+            message = f"{' and '.join(given)} are written" if given else "names nothing"
+            faults.append(places.fault(key, message, f"write one of {', '.join(ways)}"))
+        if target.engine is not None and target.engine not in engines:
+            message = f"engine {cut(target.engine)!r} is unknown"
+            faults.append(places.fault(f"{key}.engine", message, did_you_mean(target.engine, engines, "under engines")))
+        faults += _drill_number_faults(drill, places)
+    return faults
+
+
+def _drill_number_faults(drill: DrillConfig, places: Places) -> list[Fault]:
+    load, by = drill.load, drill.holds.degraded.by if drill.holds.degraded else None
+    wanted: list[tuple[str, int | float | None, int]] = [
+        ("target.pid", drill.target.pid, 2),
+        ("params.after_bytes", drill.params.after_bytes, 0),
+        ("load.retries", load.retries if load else None, 0),
+        ("load.max_tokens", load.max_tokens if load else None, 1),
+    ]
+    faults = [
+        places.fault(f"{drill.at}.{key}", f"{number} is below {least}", f"write a number from {least}")
+        for key, number, least in wanted
+        if number is not None and number < least
+    ]
+    if load is not None and load.rate <= 0:
+        faults.append(places.fault(f"{drill.at}.load.rate", "a rate of 0 sends nothing", "write 5/s"))
+    if load is not None and not load.url.endswith("/v1"):
+        message = "is not the address of an OpenAI API"
+        faults.append(places.fault(f"{drill.at}.load.url", message, "write it with its path, as http://router/v1"))
+    if by is not None and (by.model is None) == (by.header is None):
+        faults.append(places.fault(f"{drill.at}.holds.degraded.by", "needs one of model, header", "write one of them"))
     return faults
 
 

@@ -299,7 +299,7 @@ def test_a_broken_link_at_the_default_place_is_a_fault(tmp_path: Path, monkeypat
         (b"node: a\nslo: {\x01}\n", ":2: holds a control character"),
         (b"[" * 50_000, ":1: broken YAML: is nested too deeply"),
         (b"node: {a: " * 500 + b"x", "holds too many values|never closed"),
-        (b"drills: &a [{x: *a}]\n", ": holds too many values"),
+        (b"rules: {override: {a: {params: &a {x: *a}}}}\n", ": holds too many values"),
     ],
 )
 def test_files_that_are_no_configuration(raw: bytes, said: str, tmp_path: Path) -> None:
@@ -313,8 +313,8 @@ def test_files_that_are_no_configuration(raw: bytes, said: str, tmp_path: Path) 
 
 def test_an_alias_bomb_is_refused(tmp_path: Path) -> None:
     """300 bytes that mean 10^9 values cost milliseconds and one fault."""
-    lines = ["drills:", "  - a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    lines += [f"    a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    lines = ["rules:", "  override:", "    a:", "      params:", "        a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"        a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
 
     said = faults_of("\n".join(lines), tmp_path)
 
