@@ -1,0 +1,10 @@
+"""Every fault that this version has."""
+
+from __future__ import annotations
+
+from drills.faults import disk_full, engine_hang, process_kill
+from drills.model import Fault
+
+FAULTS: dict[str, Fault] = {
+    fault.name: fault for fault in (process_kill.FAULT, engine_hang.FAULT, disk_full.FAULT)
+}

@@ -1,0 +1,144 @@
+"""Undo whatever any ledger says, offline: what `tocsin drill heal`, ExecStopPost= and the sweep at start do.
+
+Looks at the world, never at the ledger's state alone, and needs no successful write: on a full or read-only disk it
+undoes the same, and does it again the next time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import structlog
+
+from drills import proc
+from drills.faults.table import FAULTS
+from drills.ledger import LEDGER, Entry, Ledger, last_state, plan_of, process_of, read, run_folders
+from drills.model import Left, Plan, State
+
+log = structlog.get_logger()
+
+# A holder ends by itself when its runner does; after this it is ended.
+HOLDER_ENDS_WITHIN_S = 5.0
+ENDED_WITHIN_S = 5.0
+_OVER = frozenset({State.REPORTED, State.SKIPPED, State.DEFERRED})
+
+
+def heal(root: Path, *, finish: Callable[[Path, list[Entry], list[Left]], None]) -> list[Left]:
+    """End and undo every run under `<state_dir>/drills/runs` that is not known to be clean; a live one is ended first.
+
+    `finish` is called for each of them with what is left, to write its report. What could not be undone is returned,
+    with the commands that do it. Never raises for a single run: the others are waiting.
+    """
+    remaining: list[Left] = []
+    for folder in run_folders(root):
+        try:
+            entries = read(folder)
+            if is_clean(entries):
+                continue
+            left = heal_run(folder, entries)
+        except Exception as error:  # one damaged run must not keep the others broken
+            log.exception("heal_failed", run=folder.name)
+            entries, left = [], [Left(f"run {folder.name}: {error}", f"cat {folder / LEDGER}")]
+        remaining += left
+        try:
+            finish(folder, entries, left)
+        except Exception:  # a report that cannot be written changes nothing in the world
+            log.exception("heal_report_failed", run=folder.name)
+    return remaining
+
+
+def is_clean(entries: Sequence[Entry]) -> bool:
+    """Whether a run ended and its ledger says that nothing of it is left: healed, or reported and not ORPHANED."""
+    if entries and entries[-1].data.get("healed"):
+        return True
+    ends = [entry.state for entry in entries if entry.state in {State.REVERTED, State.ORPHANED}]
+    return last_state(entries) in _OVER and (not ends or ends[-1] == State.REVERTED)
+
+
+def heal_run(folder: Path, entries: Sequence[Entry]) -> list[Left]:
+    """End the processes of one run and undo its fault; note in the ledger that it is healed, where that can be written.
+
+    Raises OSError, msgspec.ValidationError.
+    """
+    left = end_processes(folder, entries)
+    plan = plan_of(entries)
+    if plan is not None and not left:
+        left = undo_plan(plan)
+    if not left:
+        try:
+            ledger = Ledger.open(folder)
+            try:
+                ledger.note(healed=True)
+            finally:
+                ledger.close()
+        except OSError as error:
+            log.warning("healed_not_noted", run=folder.name, error=str(error), next="it is healed again next time")
+    log.info("healed", run=folder.name, left=[one.what for one in left])
+    return left
+
+
+def end_processes(folder: Path, entries: Sequence[Entry]) -> list[Left]:
+    """End the runner; its holder then undoes and ends by itself, or is ended. What would not end is returned."""
+    runner, holder = process_of(entries, "runner"), process_of(entries, "holder")
+    left: list[Left] = []
+    for role, process, grace_s in (("runner", runner, 0.0), ("holder", holder, HOLDER_ENDS_WITHIN_S)):
+        if process is None or process.pid == os.getpid() or proc.wait_ended(process, grace_s):
+            continue
+        log.info("ending", run=folder.name, role=role, pid=process.pid)
+        if not proc.end(process, ENDED_WITHIN_S):
+            left.append(Left(f"{role} {process.pid} of {folder.name} does not end", f"kill -KILL {process.pid}"))
+    if not left and not wait_unheld(folder, HOLDER_ENDS_WITHIN_S):
+        left.append(Left(f"a process still injects the fault of {folder.name}", f"fuser -k {folder / LEDGER}"))
+    return left
+
+
+def wait_unheld(folder: Path, wait_s: float) -> bool:
+    """Wait until neither the holder nor a process that it started to inject is alive: they share a lock on the ledger.
+
+    Undoing before would be too early: what is still injecting would do it after.
+    """
+    try:
+        fd = os.open(folder / LEDGER, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    until = time.monotonic() + wait_s
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    return False
+                time.sleep(0.01)
+            else:
+                return True
+    finally:
+        os.close(fd)
+
+
+def undo_plan(plan: Plan) -> list[Left]:
+    """Undo a fault by its plan and look at what is left. Never raises: an error is something left."""
+    fault = FAULTS.get(plan.fault)
+    if fault is None:
+        return [Left(f"run {plan.run}: this version does not know its fault {plan.fault!r}", _by_hand(plan))]
+    try:
+        fault.undo(plan)
+    except Exception as error:  # whatever it is, the look below says what it left
+        log.warning("undo_failed", run=plan.run, fault=plan.fault, error=str(error))
+    return look(plan)
+
+
+def look(plan: Plan) -> list[Left]:
+    """What of a fault is still in the world. Never raises: not being able to look is something left."""
+    try:
+        return FAULTS[plan.fault].left(plan)
+    except Exception as error:
+        return [Left(f"run {plan.run}: could not look at what {plan.fault} left: {error}", _by_hand(plan))]
+
+
+def _by_hand(plan: Plan) -> str:
+    return "; ".join(command.text for command in plan.undo) or "tocsin drill heal"
