@@ -79,7 +79,7 @@ def _looked_for(config: Config, sources: Sequence[Source], errors: dict[str, str
 def doctor(config: Config, urls: Sequence[str]) -> dict[str, Any]:
     """How each quantity is had, by reading everything once; `urls` are looked at instead of the configured engines."""
     if urls:
-        engines = tuple(EngineConfig(url=url) for url in dict.fromkeys(urls))
+        engines = tuple(EngineConfig(url=url) for url in dict.fromkeys(map(_address, urls)))
         config = Config(engines=engines, nvml=config.nvml, node=config.node)
     node, sources = _prepare(config, config.poll)
     collector = Collector(sources)
@@ -89,3 +89,9 @@ def doctor(config: Config, urls: Sequence[str]) -> dict[str, Any]:
             "looked_for": _looked_for(config, sources, errors)}
     finally:
         collector.stop()
+
+
+def _address(word: str) -> str:
+    """An engine's address from how people write it: host:port, with a last slash, with /metrics."""
+    url = word if "://" in word else f"http://{word}"
+    return url.rstrip("/").removesuffix("/metrics")
