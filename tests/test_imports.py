@@ -117,6 +117,11 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.faults.table": Row(
         "drills.faults.disk_full drills.faults.engine_hang drills.faults.process_kill drills.model"
     ),
+    "drills.nft": Row("drills drills.model drills.proc", WORLD),
+    "drills.rehearsal": Row("drills drills.model drills.nft", WORLD),
+    "drills.faults.packet_loss": Row(
+        "drills drills.ledger drills.model drills.nft drills.proc drills.rehearsal drills.targets", "pathlib shlex"
+    ),
     "drills.faults.process_kill": Row("drills.model drills.proc drills.targets", WORLD),
     "drills.faults.engine_hang": Row("drills.model drills.proc drills.targets", WORLD),
     "drills.faults.disk_full": Row("drills.model drills.proc", WORLD),
