@@ -472,8 +472,11 @@ DrillFault = Literal[
 ]
 
 
+TARGET_WAYS = ("engine", "port", "pid", "upstream", "path", "selector", "gpu")
+
+
 class DrillTarget(_Form, frozen=True):
-    """`drills[].target`: what is broken. One of engine, port, pid, upstream, path, gpu or selector."""
+    """`drills[].target`: what is broken, by exactly one of TARGET_WAYS."""
 
     engine: str | None = None  # a name under `engines`
     port: Port | None = None
@@ -795,11 +798,10 @@ def _drill_faults(config: Config, places: Places) -> list[Fault]:
             faults.append(places.fault(f"{drill.at}.name", f"a second drill {drill.name}", "give each its own name"))
         seen.add(drill.name)
         key, target = f"{drill.at}.target", drill.target
-        ways = ("engine", "port", "pid", "upstream", "path", "selector", "gpu")
-        given = [way for way in ways if getattr(target, way) is not None]
+        given = [way for way in TARGET_WAYS if getattr(target, way) is not None]
         if len(given) != 1:
             message = f"{' and '.join(given)} are written" if given else "names nothing"
-            faults.append(places.fault(key, message, f"write one of {', '.join(ways)}"))
+            faults.append(places.fault(key, message, f"write one of {', '.join(TARGET_WAYS)}"))
         if target.engine is not None and target.engine not in engines:
             message = f"engine {cut(target.engine)!r} is unknown"
             faults.append(places.fault(f"{key}.engine", message, did_you_mean(target.engine, engines, "under engines")))

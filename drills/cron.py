@@ -1,0 +1,118 @@
+"""When a drill is due: cron lines in their zone, windows of the day, blackouts. Pure; times are unix seconds.
+
+Fixed times behave as in Debian's cron on the days on which the clock is put forward or back: one in the hour that does
+not exist comes right after it, one in the repeated hour comes once; day of month and day of week together mean OR.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, date, datetime, timedelta
+from itertools import islice
+from zoneinfo import ZoneInfo
+
+from cronsim import CronSim, CronSimError
+
+from agent.strict import Unfit
+from drills.model import Schedule
+
+DAY_MINUTES = 1440
+
+
+def check(cron: str) -> None:
+    """Raise Unfit where a line cannot be read, or can never be due."""
+    since = datetime(2000, 1, 1, tzinfo=UTC)
+    fields = cron.split()
+    remedy = 'write minute, hour, day, month and weekday, as "0 10 * * TUE#1"'
+    if len(fields) != 5:  # a sixth would be seconds, for which the days of the clock change have no rule
+        raise Unfit(f"{cron!r} has {len(fields)} fields", remedy)
+    try:
+        next(CronSim(cron, since))
+    except StopIteration:
+        raise Unfit(f"{cron!r} never matches", "no month has such a day; choose another day or month") from None
+    except CronSimError as error:
+        try:  # is it the day itself, or the day in these months?
+            CronSim(" ".join([*fields[:3], "*", fields[4]]), since)
+            CronSim(" ".join([*fields[:2], "*", *fields[3:]]), since)
+        except CronSimError:
+            raise Unfit(f"{cron!r}: {str(error).lower()}", remedy) from None
+        raise Unfit(f"{cron!r} never matches", "no month has such a day; choose another day or month") from None
+
+
+def minutes_of_day(cron: str) -> list[int]:
+    """The minutes of the day at which a line can be due."""
+    parsed = CronSim(cron, datetime(2000, 1, 1, tzinfo=UTC))
+    return sorted(hour * 60 + minute for hour in parsed.hours for minute in parsed.minutes)
+
+
+def dues(cron: str, zone: str, after: float) -> Iterator[float]:
+    """Each time at which a line is due, strictly later than `after`, rising; none after fifty years without one."""
+    last = after
+    for moment in CronSim(cron, datetime.fromtimestamp(after, ZoneInfo(zone))):
+        at = moment.timestamp()
+        if at > last:  # in the repeated hour the wall clock alone would lead back
+            yield at
+            last = at
+
+
+def next_due(cron: str, zone: str, after: float) -> float | None:
+    """The next time at which a line is due, strictly later than `after`."""
+    return next(dues(cron, zone, after), None)
+
+
+def dues_between(cron: str, zone: str, after: float, until: float, most: int) -> list[float]:
+    """The times in (after, until], at most the first `most`."""
+    found: list[float] = []
+    for at in islice(dues(cron, zone, after), most):
+        if at > until:
+            break
+        found.append(at)
+    return found
+
+
+def in_window(window: tuple[int, int] | None, minute: int) -> bool:
+    """Whether a minute of the day lies in a window, which may wrap midnight; None: the whole day."""
+    if window is None:
+        return True
+    start, end = window
+    return start <= minute < end if start < end else minute >= start or minute < end
+
+
+def closed(schedule: Schedule, at: float) -> str:
+    """Why a drill may not begin at `at`: its window or a blackout; "" where it may."""
+    local = datetime.fromtimestamp(at, ZoneInfo(schedule.zone))
+    if not in_window(schedule.window, local.hour * 60 + local.minute):
+        assert schedule.window is not None  # noqa: S101
+        start, end = (f"{minute // 60:02d}:{minute % 60:02d}" for minute in schedule.window)
+        return f"{local:%H:%M} is outside the window {start}-{end} {schedule.zone}"
+    for first, end in schedule.blackouts:
+        if first <= local.date().isoformat() < end:
+            last = date.fromisoformat(end) - timedelta(days=1)
+            return f"{local:%Y-%m-%d} is in the blackout {first}/{last} {schedule.zone}"
+    return ""
+
+
+def window_left_s(schedule: Schedule, at: float) -> float:
+    """How long the window that is open at `at` stays open; a day where there is none."""
+    if schedule.window is None:
+        return DAY_MINUTES * 60.0
+    local = datetime.fromtimestamp(at, ZoneInfo(schedule.zone))
+    minute = local.hour * 60 + local.minute
+    return ((schedule.window[1] - minute - 1) % DAY_MINUTES + 1) * 60.0 - local.second
+
+
+def daily(schedule: Schedule, due_at: float, after: float) -> float:
+    """The first opening strictly later than `after` at the drill's hour: that of `due_at` where the window has it.
+
+    Days in a blackout are passed over, at most a year of them. A time that a day does not have comes right after.
+    """
+    zone = ZoneInfo(schedule.zone)
+    local = datetime.fromtimestamp(due_at, zone)
+    own = local.hour * 60 + local.minute
+    inside = [minute for minute in minutes_of_day(schedule.cron) if in_window(schedule.window, minute)]
+    hour, minute = divmod(own if not inside or own in inside else inside[0], 60)
+    at = after
+    for at in islice(dues(f"{minute} {hour} * * *", schedule.zone, after), 366):
+        if not closed(schedule, at):
+            break
+    return at
