@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from drills.faults.table import FAULTS
-from drills.heal import look, undo_plan
 from drills.ledger import LEDGER, plan_of, read
 from drills.model import Held, Left, Plan, ProcessId
 from drills.proc import end, identify, wait_ended
+from drills.undo import look, undo_plan
 
 COMMAND = (sys.executable, "-m", "drills.holder")
 SAMPLE_EVERY_S = 1.0

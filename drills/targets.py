@@ -177,7 +177,7 @@ def part_of(parts: Mapping[str, Sequence[ProcessId]], part: str) -> list[Process
     if not found:
         have = ", ".join(name for name, members in parts.items() if members and name != "workers")
         raise Refused(f"target.part {part!r}: this engine has no such part; it has {have}")
-    refuse_processes(found)
+    refuse_processes([*parts["main"], *found])
     return found
 
 

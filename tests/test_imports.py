@@ -102,6 +102,9 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.prober": Row("drills.completion drills.model", WORLD),
     "drills.model": Row(),
     "drills.judge": Row("drills.model"),
+    "drills.cron": Row("agent.strict drills.model", "cronsim zoneinfo"),
+    "drills.config": Row("agent.config agent.model agent.strict drills drills.cron drills.model drills.targets"),
+    "drills.lock": Row("drills drills.ledger drills.model", "fcntl os pathlib"),
     "drills.proxy": Row("", WORLD),
     "drills.faults.upstream_timeout": Row(
         "drills.ledger drills.model drills.nft drills.proc drills.proxy drills.targets", WORLD
@@ -110,17 +113,17 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.proc": Row("drills.model", WORLD),
     "drills.ledger": Row("drills.model drills.proc", WORLD),
     "drills.targets": Row("agent.config drills.model drills.proc drills", "os pathlib"),
-    "drills.heal": Row("drills.faults.table drills.ledger drills.model drills.proc drills", WORLD),
-    "drills.holder": Row(
-        "drills.faults.table drills.heal drills.ledger drills.model drills.proc", WORLD
-    ),
+    "drills.heal": Row("drills drills.ledger drills.model drills.proc drills.undo", WORLD),
+    "drills.undo": Row("drills.faults.table drills.ledger drills.model", WORLD),
+    "drills.holder": Row("drills.faults.table drills.ledger drills.model drills.proc drills.undo", WORLD),
     "drills.faults.table": Row(
-        "drills.faults.disk_full drills.faults.engine_hang drills.faults.process_kill drills.model"
+        "drills.faults.disk_full drills.faults.engine_hang drills.faults.packet_loss drills.faults.process_kill"
+        " drills.model"
     ),
     "drills.nft": Row("drills drills.model drills.proc", WORLD),
     "drills.rehearsal": Row("drills drills.model drills.nft", WORLD),
     "drills.faults.packet_loss": Row(
-        "drills drills.ledger drills.model drills.nft drills.proc drills.rehearsal drills.targets", "pathlib shlex"
+        "drills drills.ledger drills.model drills.nft drills.proc drills.rehearsal drills.targets", "shlex"
     ),
     "drills.faults.process_kill": Row("drills.model drills.proc drills.targets", WORLD),
     "drills.faults.engine_hang": Row("drills.model drills.proc drills.targets", WORLD),

@@ -17,7 +17,6 @@ from drills import holder, proc
 from drills.faults.table import FAULTS
 from drills.ledger import Ledger
 from drills.model import Command, Drill, Left, Plan, ProcessId, State
-from tests.needs import need
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDER = (sys.executable, "-m", "tests.drills.stand_ins", "hold")
@@ -80,6 +79,8 @@ def engine(folder: Path) -> Iterator[Engine]:
 @contextmanager
 def tmpfs(folder: Path, size: str) -> Iterator[Path]:
     """A small file system of its own, as root."""
+    from tests.needs import need  # which has pytest in it, and a runner has not
+
     need("root")
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tocsin-test", str(folder)], check=True)
@@ -115,7 +116,7 @@ def run_once(root: Path, fault: str, run: str, target: Mapping[str, Any], params
     ledger.write(State.INJECTING)
     held.inject(5.0)
     ledger.write(State.PROVEN)
-    time.sleep(0.1)
+    time.sleep(params.get("hold_s", 0.1))
     ledger.write(State.REVERTING)
     left = held.revert(5.0)
     ledger.write(State.ORPHANED if left else State.REVERTED)

@@ -1,0 +1,240 @@
+"""heal: whatever a ledger says is undone, offline, again and again, and one damaged run keeps no other broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from drills import proc
+from drills.faults.table import FAULTS
+from drills.heal import heal, is_clean
+from drills.holder import HolderError
+from drills.ledger import Entry, Ledger, last_state, read
+from drills.model import Drill, Left, Plan, ProcessId, State
+from tests.drills.stand_ins import HOLDER, MARKER, ROOT, arm, engine, new_run, tmpfs, wait_for
+from tests.drills.test_process_faults import may_trace
+
+__all__ = ["may_trace"]
+
+Finished = list[tuple[str, list[Entry], list[Left]]]
+
+
+@pytest.fixture(autouse=True)
+def _known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAULTS, "marker", MARKER)
+
+
+@pytest.fixture
+def finished() -> Finished:
+    """What `finish` was called with."""
+    return []
+
+
+def healed(root: Path, finished: Finished) -> list[Left]:
+    """Heal, and keep what the reports would be made from."""
+    finished.clear()
+    return heal(root, finish=lambda folder, entries, left: finished.append((folder.name, entries, left)))
+
+
+def crashed(root: Path, run: str, runner: ProcessId | None = None, **params: object) -> Path:
+    """A run whose processes are all gone, and whose fault is still in; the file is the fault."""
+    file = root.parent / f"{run}.fault"
+    plan = MARKER.plan(Drill("d", "marker", params={"file": str(file), **params}), run)
+    gone = ProcessId(4194304, 1, proc.boot_id())
+    ledger = Ledger.create(root / run, {"run": run, "runner": msgspec.to_builtins(runner or gone)})
+    ledger.write(State.ARMED, plan=msgspec.to_builtins(plan), holder=msgspec.to_builtins(gone))
+    ledger.write(State.INJECTING)
+    ledger.close()
+    file.touch()
+    return file
+
+
+@contextmanager
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is no part of a drill."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_what_outlived_every_process(tmp_path: Path, finished: Finished) -> None:
+    """The machine's power failed, all processes are gone, and the fault is still in."""
+    root = tmp_path / "runs"
+    files = [crashed(root, f"d-2026112{n}T210000Z-0000") for n in (8, 9)]
+    assert healed(root, finished) == []
+    assert not any(file.exists() for file in files)
+    assert [(name, last_state(entries), left) for name, entries, left in finished] == [
+        ("d-20261128T210000Z-0000", State.INJECTING, []),
+        ("d-20261129T210000Z-0000", State.INJECTING, []),
+    ]
+    assert read(root / "d-20261128T210000Z-0000")[-1].data == {"healed": True}
+    assert healed(root, finished) == []
+    assert finished == []
+
+
+def test_what_cannot_be_undone_is_tried_again(tmp_path: Path, finished: Finished) -> None:
+    """Undo did nothing: the command is told each time, until somebody has done it."""
+    root = tmp_path / "runs"
+    file = crashed(root, "d-20261129T210000Z-0000", stays=True)
+    left = [Left(f"file {file}", f"rm {file}")]
+    for _ in range(2):
+        assert healed(root, finished) == left
+        assert [one[2] for one in finished] == [left]
+    file.unlink()
+    assert healed(root, finished) == []
+    assert [one[2] for one in finished] == [[]]
+
+
+def test_one_damaged_run(tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of an older version could not be read, and for that the disk of another run stayed full."""
+    root = tmp_path / "runs"
+    damaged = Ledger.create(root / "d-20261127T210000Z-0000", {})
+    damaged.write(State.ARMED, plan={"fault": 7})
+    damaged.close()
+    crashed(root, "d-20261128T210000Z-0000")
+    file = crashed(root, "d-20261129T210000Z-0000")
+    undo = MARKER.undo
+
+    def fails(plan: Plan) -> None:
+        if "20261128" in plan.run:
+            raise ValueError("no such table")
+        undo(plan)
+
+    monkeypatch.setattr(MARKER, "undo", fails)
+    first, second = healed(root, finished)
+    assert first.what.startswith("run d-20261127T210000Z-0000: ")
+    assert first.command == f"cat {root}/d-20261127T210000Z-0000/ledger.jsonl"
+    assert second.what == f"file {tmp_path}/d-20261128T210000Z-0000.fault (undo: no such table)"
+    assert not file.exists()
+    assert len(finished) == 3
+
+
+def test_a_fault_of_another_version(tmp_path: Path, finished: Finished) -> None:
+    """Rolled back in the middle of a drill: what this version cannot undo, a person can."""
+    root = tmp_path / "runs"
+    file = crashed(root, "d-20261129T210000Z-0000")
+    entries = read(root / "d-20261129T210000Z-0000")
+    plan = {**entries[1].data["plan"], "fault": "solar-flare"}
+    ledger = Ledger.open(root / "d-20261129T210000Z-0000")
+    ledger.note(plan=plan)
+    ledger.close()
+    assert healed(root, finished) == [
+        Left("run d-20261129T210000Z-0000: this version does not know its fault 'solar-flare'", f"rm {file}")
+    ]
+
+
+def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
+    """The disk is full: the report fails, the world is healed."""
+    root = tmp_path / "runs"
+    files = [crashed(root, f"d-2026112{n}T210000Z-0000") for n in (8, 9)]
+
+    def finish(_folder: Path, _entries: list[Entry], _left: list[Left]) -> None:
+        raise OSError(28, "No space left on device")
+
+    assert heal(root, finish=finish) == []
+    assert not any(file.exists() for file in files)
+
+
+def test_a_pid_of_another_boot(tmp_path: Path, finished: Finished) -> None:
+    """The machine was booted again, and the runner's number is somebody else's now."""
+    root = tmp_path / "runs"
+    with sleeper() as process:
+        who = proc.identify(process.pid)
+        for number, other in enumerate((replace(who, boot_id="x"), replace(who, start_ticks=who.start_ticks - 1))):
+            crashed(root, f"d-20261129T210000Z-000{number}", runner=other)
+        assert healed(root, finished) == []
+        assert len(finished) == 2
+        assert process.poll() is None
+
+
+@pytest.mark.usefixtures("may_trace")
+def test_a_live_run_is_ended_first(tmp_path: Path, finished: Finished) -> None:
+    """`heal` in the middle of a drill: undoing under a live runner would be undone by it."""
+    with engine(tmp_path / "engine") as stub:
+        run = "hang-20261129T210000Z-ab12"
+        target = json.dumps({"pid": stub.page.pid, "part": "core"})
+        parameters = '{"hold_s": 60.0}'
+        command = [sys.executable, "-m", "tests.drills.stand_ins", "run", str(tmp_path / "runs"), "engine-hang", run]
+        with subprocess.Popen([*command, target, parameters], cwd=ROOT) as runner:
+            wait_for(lambda: last_state(read(tmp_path / "runs" / run)) == State.PROVEN, 10.0)
+            assert "t" in proc.threads(stub.core.pid).values()
+            assert healed(tmp_path / "runs", finished) == []
+            assert runner.wait(5.0) == -signal.SIGKILL
+        assert stub.runs_on()
+        assert [(name, last_state(entries)) for name, entries, _ in finished] == [(run, State.PROVEN)]
+
+
+def test_not_before_the_injector_is_gone(tmp_path: Path, finished: Finished) -> None:
+    """Runner and holder were killed, a child of the holder went on and injected after the undo."""
+    root, file = tmp_path / "runs", tmp_path / "fault"
+    drill = Drill("d", "marker", params={"file": str(file), "bad": "child"})
+    plan = MARKER.plan(drill, "d-20261129T210000Z-ab12")
+    folder, ledger = new_run(root, plan)
+    held = arm(folder, ledger, plan, 20.0, HOLDER)
+    ledger.close()
+    with pytest.raises(HolderError):
+        held.inject(0.2)
+    wait_for(file.with_suffix(".child").exists)
+    os.kill(held.process_id.pid, signal.SIGKILL)
+    assert not file.exists()
+    assert healed(root, finished) == []
+    child = int(file.with_suffix(".child").read_text())
+    wait_for(lambda: child not in proc.processes(), 0.2)
+    assert not file.exists()
+    assert held.wait_gone(5.0)
+
+
+@pytest.mark.heavy
+def test_a_disk_that_takes_no_write(tmp_path: Path, finished: Finished) -> None:
+    """The file system went read-only after an error: undo needs no successful write, and is done each time."""
+    with tmpfs(tmp_path / "disk", "1m") as disk:
+        file = crashed(disk / "runs", "d-20261129T210000Z-0000")
+        outside = tmp_path / "outside"
+        ledger = Ledger.open(disk / "runs" / "d-20261129T210000Z-0000")
+        plan = MARKER.plan(Drill("d", "marker", params={"file": str(outside)}), "d-20261129T210000Z-0000")
+        ledger.note(plan=msgspec.to_builtins(plan))
+        ledger.close()
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        for _ in range(2):
+            outside.touch()
+            assert healed(disk / "runs", finished) == []
+            assert not outside.exists()
+            assert len(finished) == 1
+        assert file.exists()
+
+
+@pytest.mark.parametrize(
+    ("story", "states", "clean"),
+    [
+        ("nothing was written", [], False),
+        ("killed while it watched the baseline", ["LOCKED", "BASELINE"], False),
+        ("killed in the fault", ["ARMED", "INJECTING", "PROVEN"], False),
+        ("reverted, and killed before its report", ["ARMED", "REVERTING", "REVERTED"], False),
+        ("in good order", ["ARMED", "REVERTING", "REVERTED", "RECOVERED", "REPORTED"], True),
+        ("reported, and something was left", ["ARMED", "REVERTING", "ORPHANED", "REPORTED"], False),
+        ("left, and then undone", ["ORPHANED", "REVERTED", "REPORTED"], True),
+        ("left, and healed later", ["ORPHANED", "REPORTED", None], True),
+        ("a guard said no", ["PLANNED", "SKIPPED"], True),
+        ("a guard said not now", ["PLANNED", "DEFERRED"], True),
+        ("deferred, then begun", ["DEFERRED", "LOCKED", "ARMED"], False),
+    ],
+)
+def test_which_runs_are_clean(story: str, states: list[str | None], clean: bool) -> None:
+    """A run that was REPORTED as ORPHANED is not over; one that was never armed has still no report."""
+    entries = [
+        Entry(n, 0.0, 0.0, "b", State(state) if state else None, {} if state else {"healed": True})
+        for n, state in enumerate(states)
+    ]
+    assert is_clean(entries) is clean, story
