@@ -321,7 +321,6 @@ def main(argv: Sequence[str]) -> int:
         _tell({"refused": str(e)})
         return 1
     _allow_files()
-    sys.setswitchinterval(0.001)  # else a thread that is due waits 5 ms for each that reads
     counts = Counts()
     epoch = time.time() - time.monotonic()
     ended = threading.Event()

@@ -47,6 +47,7 @@ class Behaviour:
     model: str | None = None  # as the answer says; None: the one that was asked for
     headers: Mapping[str, str] = field(default_factory=dict)
     is_stream: bool = True  # False: a stream that was asked for comes as one JSON
+    raw: bytes | None = None  # the body of a stream, byte for byte; it ends with the connection
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,8 @@ class _Handler(BaseHTTPRequestHandler):
         if how.status != 200:
             extra = {"Retry-After": how.retry_after} if how.retry_after else {}
             self._json(how.status, {"error": {"message": how.says, "type": "Error", "code": how.status}}, extra)
+        elif how.raw is not None:
+            self._raw(how.raw)
         elif asked["stream"] and how.is_stream:
             self._stream(how, asked)
         else:
@@ -281,6 +284,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _envelope(self, how: Behaviour, asked: Mapping[str, Any], choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": how.model or asked["model"],
                 "choices": choices}  # fmt: skip
+
+    def _raw(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+        raise _Gone
 
     def _stream(self, how: Behaviour, asked: Mapping[str, Any]) -> None:
         self.send_response(200)
