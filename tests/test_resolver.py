@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -810,3 +812,18 @@ def test_nothing_that_is_not_finite_gets_out() -> None:
     page = ONE_ENGINE.replace(" 0.0\n", " NaN\n")
 
     assert all(math.isfinite(r.value) for r in first(page) if isinstance(r, Sample))
+
+
+NUMBER = st.sampled_from([0.0, 0.25, 1.0, 1.1, 7.0, -1.0, math.nan, math.inf])
+
+
+@given(NUMBER, NUMBER, NUMBER)
+def test_a_bad_number_costs_no_other(waiting: float, running: float, share: float) -> None:
+    """All numbers of a page are taken at once where all fit: one that does not fit is a Gap, and it alone."""
+    page = (f"vllm:num_requests_waiting {waiting}\nvllm:num_requests_running {running}\n"
+            f"vllm:kv_cache_usage_perc {share}\n")
+    readings = first(page, kind="vllm")
+    told = {r.name: getattr(r, "value", None) for r in readings if r.name in ("waiting", "running", "kv_usage")}
+    fits = {"waiting": 0 <= waiting < math.inf, "running": 0 <= running < math.inf, "kv_usage": 0 <= share <= 1}
+    values = {"waiting": waiting, "running": running, "kv_usage": share}
+    assert told == {name: values[name] if fits[name] else None for name in values}
