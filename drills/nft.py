@@ -30,9 +30,10 @@ PREFIX = "tocsin_"  # of every table of ours
 INSIDE = "TOCSIN_TABLE"  # in the environment of an `nft -i` of ours: which table it owns
 # Debian keeps nft and ip where an ordinary user's PATH does not look.
 SEARCH = (os.defpath, "/usr/local/sbin", "/usr/sbin", "/sbin")
+PACKAGES = {"nft": "nftables", "ip": "iproute2", "ss": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
 COMMAND_S = 5.0  # of one nft command; it takes 10 ms
 # How a kernel says that it has no nftables, no owned tables, or not one of the expressions.
-OLD_KERNEL = ("Operation not supported", "Protocol not supported", "Invalid argument", "No such file or directory")
+OLD_KERNEL = ("Operation not supported", "Protocol not supported", "No such file or directory")
 LONGEST_LINE = select.PIPE_BUF  # a line up to this reaches nft whole or not at all
 
 
@@ -64,8 +65,7 @@ def find(program: str) -> str:
     """Full path of a program; Refused with the package to install where it is missing."""
     found = shutil.which(program, path=os.pathsep.join((os.environ.get("PATH", ""), *SEARCH)))
     if found is None:
-        package = {"nft": "nftables", "ip": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}[program]
-        raise Refused(f"{program} is not installed: apt-get install {package}")
+        raise Refused(f"{program} is not installed: apt-get install {PACKAGES.get(program, program)}")
     return found
 
 
@@ -149,8 +149,10 @@ def run(place: Place, *words: str, stdin: str | None = None) -> str:
         except subprocess.TimeoutExpired:
             raise NftError(f"{shlex.join(words)}: no answer within {COMMAND_S:g} s") from None
     if done.returncode != 0:
-        kind = GoneError if "No such file or directory" in done.stderr else NftError
-        raise kind(f"{shlex.join(words)}: {' '.join(done.stderr.split()) or f'exit status {done.returncode}'}")
+        said = done.stderr or f"exit status {done.returncode}"
+        if "No such file or directory" in said:
+            raise GoneError(f"{shlex.join(words)}: {' '.join(said.split())}")
+        raise NftError(f"{shlex.join(words)}: {_why(said)}")
     return done.stdout
 
 

@@ -13,12 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from drills import nft, proc, rehearsal, targets
 from drills.ledger import short_tag
-from drills.model import Command, Drill, Held, Left, Plan, ProcessId, Refused
+from drills.model import Command, Drill, Held, Left, Plan, Refused
 
 PRIORITY = -300  # before whatever else filters, so that nobody has accepted the packet yet
 # The deadline in the kernel, after the holder's own: it is for the day on which all else hangs.
@@ -72,21 +71,39 @@ def _per_mille(params: Mapping[str, Any]) -> int:
     return round(float(share) * 1000)
 
 
-def _bound(main: ProcessId, port: int | None) -> tuple[int, list[Address]]:
-    """The port of a process and the addresses on which it listens there. Raises Refused."""
-    mine = proc.sockets_of(main.pid)
-    found: dict[int, list[Address]] = {}
-    for name in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in Path(f"/proc/{main.pid}/net/{name}").read_text().splitlines()[1:]:
+def _listening(place: nft.Place) -> list[tuple[Address, int, int]]:
+    """Address, port and socket of all that listens in a namespace; needs no right beyond that to enter it."""
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(nft.GoneError):  # a kernel without IPv6
+            for line in nft.run(place, "cat", table).splitlines()[1:]:
                 fields = line.split()
-                address, number = fields[1].split(":")
-                if fields[3] == _LISTEN and int(fields[9]) in mine and port in {None, int(number, 16)}:
-                    found.setdefault(int(number, 16), []).append(_address(address))
-    if len(found) != 1:
-        ports = ", ".join(map(str, sorted(found))) or "none that we may see"
-        raise Refused(f"{targets.describe(main)} listens on {ports}: packet-loss needs one port; write target.port")
-    return next(iter(found.items()))
+                address, port = fields[1].split(":")
+                if fields[3] == _LISTEN:
+                    found.append((_address(address), int(port, 16), int(fields[9])))
+    return found
+
+
+def _port(target: Mapping[str, Any], listening: Sequence[tuple[Address, int, int]]) -> int:
+    """The port that the target names, or the only one of its process. Raises Refused."""
+    if target.get("port") is not None:
+        return int(target["port"])
+    pid = target.get("pid")
+    if pid is None:
+        raise Refused("packet-loss needs a port: write `target: {engine: NAME}`, `{port: N}` or `{pid: N}`")
+    mine = proc.sockets_of(int(pid))
+    ports = sorted({port for _, port, socket in listening if socket in mine})
+    if len(ports) != 1:
+        have = ", ".join(map(str, ports)) or "no port that we may see"
+        raise Refused(f"process {pid} listens on {have}: packet-loss needs one; write target.port beside target.pid")
+    return ports[0]
+
+
+def _who(port: int, place: nft.Place) -> str:
+    """The processes behind the port, none of which may be a reserved one. Raises Refused."""
+    found = [proc.identify(pid) for pid in proc.listeners(port, place.inode)]
+    targets.refuse_processes(found)
+    return targets.describe(found[0]) if found else "a process that we may not see"
 
 
 def _address(text: str) -> Address:
@@ -119,6 +136,22 @@ def _match(target: Mapping[str, Any], params: Mapping[str, Any], port: int, boun
     return Match(port, "dport", None if only is None else str(only), loopback)
 
 
+def _places(target: Mapping[str, Any], params: Mapping[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+    """The port, and where what is to be dropped. Raises Refused, OSError."""
+    here = nft.place_of(target.get("netns") or target.get("pid"))
+    listening = _listening(here)
+    port = _port(target, listening)
+    targets.refuse(port, target.get("reserved"))
+    bound = [address for address, number, _ in listening if number == port]
+    if not bound:
+        raise Refused(f"nothing listens on port {port} in {here.path or 'this network namespace'}: is the engine up?")
+    match = _match(target, params, port, bound)
+    places: list[dict[str, Any]] = [{"where": "engine", "place": here, "match": match}]
+    if params.get("direction", "in") == "both" and params.get("peer"):
+        places.append(_peer(params, here, match, _given(target)))
+    return port, places
+
+
 def _peer(params: Mapping[str, Any], here: nft.Place, match: Match, given: Address | None) -> dict[str, Any]:
     """The table in the peer's namespace, which drops what comes back. Raises Refused."""
     place = nft.place_of(params["peer"]["netns"])
@@ -139,34 +172,29 @@ class PacketLoss:
         """Find the port, its namespace and its addresses; touches nothing. Raises Refused."""
         for program in ("nft", "nsenter", "unshare", "ip"):
             nft.find(program)
-        target, per_mille = drill.target, _per_mille(drill.params)
-        main = targets.main_of(target)
-        port, bound = _bound(main, None if target.get("port") is None else int(target["port"]))
-        targets.refuse(port, target.get("reserved"))
-        here = nft.place_of(target.get("netns") or main.pid)
-        match = _match(target, drill.params, port, bound)
-        places: list[dict[str, Any]] = [{"where": "engine", "place": here, "match": match}]
-        both = drill.params.get("direction", "in") == "both"
-        if both and drill.params.get("peer"):
-            places.append(_peer(drill.params, here, match, _given(target)))
+        per_mille = _per_mille(drill.params)
+        try:
+            port, places = _places(drill.target, drill.params)
+        except OSError as error:
+            raise Refused(f"packet-loss: {error}") from None
         table = f"{nft.PREFIX}{short_tag(run)}"
         deadline_s = drill.for_s + DEADLINE_GRACE_S
         facts: dict[str, Any] = {
             "table": table,
             "per_mille": per_mille,
             "deadline_s": deadline_s,
-            "reserved": {str(number): why for number, why in {**targets.RESERVED_PORTS, **_reserved(target)}.items()},
+            "reserved": _reserved(drill.target),
             "places": [_facts(entry, loss_text(table, run, entry["match"], per_mille, deadline_s)) for entry in places],
         }
         return Plan(
             fault=self.name,
             run=run,
-            targets=[f"{targets.describe(main)}, port {port}", *(_told(entry) for entry in places)],
+            targets=[f"{_who(port, places[0]['place'])}, port {port}", *(_told(entry) for entry in places)],
             commands=_commands(facts),
             undo=_undo(facts, table),
             facts=facts,
-            exemptions=_exemptions(match, facts["reserved"]),
-            notes=_notes(match, places, both=both),
+            exemptions=_exemptions(places[0]["match"], facts["reserved"]),
+            notes=_notes(places, both=drill.params.get("direction", "in") == "both"),
             needs=_needs(places),
             expects=("user-ttft-p99", "user-itl-p99"),
             blast={"replicas": 1},
@@ -263,8 +291,9 @@ def _facts(entry: Mapping[str, Any], text: str) -> dict[str, Any]:
     }
 
 
-def _reserved(target: Mapping[str, Any]) -> dict[int, str]:
-    return {int(port): str(why) for port, why in (target.get("reserved") or {}).items()}
+def _reserved(target: Mapping[str, Any]) -> dict[str, str]:
+    found = {**targets.RESERVED_PORTS, **(target.get("reserved") or {})}
+    return {str(port): str(why) for port, why in found.items()}
 
 
 def _packets(match: Match) -> str:
@@ -302,12 +331,12 @@ def _exemptions(match: Match, reserved: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _notes(match: Match, places: Sequence[Mapping[str, Any]], *, both: bool) -> list[str]:
+def _notes(places: Sequence[Mapping[str, Any]], *, both: bool) -> list[str]:
     notes = []
     if len(places) == 1:
         why = "; direction both needs peer.netns, where what the engine sends can be dropped" if both else ""
         notes.append(f"inbound only{why}")
-    if match.loopback or places[0]["place"].path is not None:
+    if places[0]["match"].loopback or places[0]["place"].path is not None:
         notes.append("the agent reads this engine through the lossy port: its readings may be late")
     notes.append("TCP sends again: clients see loss as waiting, new connections as 1 s steps")
     return notes
