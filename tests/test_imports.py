@@ -107,7 +107,7 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.lock": Row("drills drills.ledger drills.model", "fcntl os pathlib"),
     "drills.proxy": Row("", WORLD),
     "drills.faults.upstream_timeout": Row(
-        "drills.ledger drills.model drills.nft drills.proc drills.proxy drills.targets", WORLD
+        "drills drills.ledger drills.model drills.nft drills.proc drills.proxy drills.targets", WORLD
     ),
     "drills.faults": Row(),
     "drills.proc": Row("drills.model", WORLD),
@@ -118,7 +118,7 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.holder": Row("drills.faults.table drills.ledger drills.model drills.proc drills.undo", WORLD),
     "drills.faults.table": Row(
         "drills.faults.disk_full drills.faults.engine_hang drills.faults.packet_loss drills.faults.process_kill"
-        " drills.model"
+        " drills.faults.upstream_timeout drills.model"
     ),
     "drills.nft": Row("drills drills.model drills.proc", WORLD),
     "drills.rehearsal": Row("drills drills.model drills.nft", WORLD),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from drills.faults import disk_full, engine_hang, process_kill
+from drills.faults import disk_full, engine_hang, packet_loss, process_kill, upstream_timeout
 from drills.model import Fault
 
 FAULTS: dict[str, Fault] = {
-    fault.name: fault for fault in (process_kill.FAULT, engine_hang.FAULT, disk_full.FAULT)
+    fault.name: fault
+    for fault in (process_kill.FAULT, engine_hang.FAULT, disk_full.FAULT, packet_loss.FAULT, upstream_timeout.FAULT)
 }

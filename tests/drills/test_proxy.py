@@ -148,6 +148,26 @@ def test_a_tls_handshake_is_no_request() -> None:
     assert (hello.release_at, finished.release_at, answer.release_at) == (1.0, 2.0, 8.0)
 
 
+@pytest.mark.parametrize(
+    ("request_", "spared"),
+    [
+        (b"GET /metrics HTTP/1.1\r\nHost: a\r\nUser-Agent: tocsin\r\n\r\n", True),
+        (b"GET /health HTTP/1.1\r\nuser-agent: kube-probe/1.36\r\n\r\n", True),
+        (b"GET /metrics HTTP/1.1\r\nUser-Agent: Prometheus/2.42\r\n\r\n", False),
+        (b"POST /v1/completions HTTP/1.1\r\nUser-Agent: tocsin\r\n\r\n", False),
+        (b"GET / HTTP/1.1\r\nX: User-Agent: tocsin\r\n\r\n", False),
+    ],
+)
+def test_the_agent_s_own_reads_are_spared(request_: bytes, spared: bool) -> None:
+    """The agent's read of /metrics was late as well: it paged engine-down, and aborted the drill that it judged."""
+    for shape in (Shape("turn", 5.0), Shape("chunk", 5.0), Shape("hang")):
+        shaper = Shaper(shape)
+        assert shaper.asked(request_) is spared
+        assert [piece.release_at == 1.0 for piece in shaper.answered(b"page", 1.0)] == [spared]
+        shaper.asked(b"POST / HTTP/1.1")
+        assert shaper.answered(b"answer", 2.0)[0].release_at > 2.0
+
+
 @given(st.lists(st.tuples(st.sampled_from([20, 22, 23]), st.binary(min_size=1, max_size=40)), min_size=1), st.randoms())
 def test_tls_records_are_followed_through_any_cut(records: list[tuple[int, bytes]], chance: random.Random) -> None:
     """A record's header lay across two packets, and a byte of its body was taken for the next one's kind."""
@@ -358,6 +378,18 @@ def test_status_is_answered_in_place_of_the_engine(status: int, retry_after_s: i
     assert f"Content-Length: {len(body)}" in lines
     assert (f"Retry-After: {retry_after_s}" in lines) == (retry_after_s is not None)
     assert not asked.is_set()
+
+
+def test_status_spares_the_agent() -> None:
+    """The agent asked for the engine's page and got the drill's 503: the engine was down, it said."""
+    page = b"GET /metrics HTTP/1.1\r\nUser-Agent: tocsin\r\n\r\n"
+    with server(echo) as goal, proxied(Shape("status"), goal) as proxy, dial(proxy) as client:
+        for _ in range(2):
+            client.sendall(page)
+            assert client.recv(99) == page
+        log = proxy.tally.snapshot()
+
+    assert (log["spared"], log["status"], log["passed_other"]) == (2, 0, 0)
 
 
 def test_status_does_not_touch_tls() -> None:
