@@ -104,6 +104,11 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.judge": Row("drills.model"),
     "drills.cron": Row("agent.strict drills.model", "cronsim zoneinfo"),
     "drills.config": Row("agent.config agent.model agent.strict drills drills.cron drills.model drills.targets"),
+    "drills.guards": Row(
+        "agent.client agent.config agent.strict drills drills.cron drills.faults drills.faults.packet_loss"
+        " drills.ledger drills.lock drills.model drills.targets",
+        "concurrent http os pathlib requests",
+    ),
     "drills.lock": Row("drills drills.ledger drills.model", "fcntl os pathlib"),
     "drills.proxy": Row("", WORLD),
     "drills.faults.upstream_timeout": Row(

@@ -112,8 +112,8 @@ def test_what_is_left_out_has_the_defaults_of_the_nouns(tmp_path: Path) -> None:
     ("text", "params", "target"),
     [
         (
-            f"fault: upstream-timeout, target: {{upstream: '10.0.0.9:443'}}, {LOAD}, params: {{delay: 500ms, mode: hang}}",
-            {"delay_s": 0.5, "mode": "hang"},
+            f"fault: upstream-timeout, target: {{upstream: 10.0.0.9:443}}, {LOAD}, params: {{delay: 2s, mode: hang}}",
+            {"delay_s": 2.0, "mode": "hang"},
             {"address": "10.0.0.9", "port": 443},
         ),
         (
