@@ -148,7 +148,7 @@ class Counts:
         with self._lock:
             late_s, why = sorted(self._late_s), [f"{n} not sent: {text}" for text, n in self._why.items()]
             self._late_s, self._why = [], {}
-            late_p99_s = late_s[ceil(0.99 * len(late_s)) - 1] if late_s else 0.0
+            late_p99_s = p99(late_s)
             if late_p99_s > LATE_S:
                 why.append(f"sent late: p99 {late_p99_s:.3f} s")
             return {
@@ -158,6 +158,11 @@ class Counts:
                 "outcomes": dict(self._outcomes), "unwritten": self._unwritten, "ttft": self._ttft.told(),
                 "itl": self._itl.told(), "e2e": self._e2e.told(),
             }  # fmt: skip
+
+
+def p99(values: Sequence[float]) -> float:
+    """Of sorted values; 0 of none."""
+    return values[ceil(0.99 * len(values)) - 1] if values else 0.0
 
 
 class Records:
@@ -381,7 +386,7 @@ class Prober:
         self._load = load
         self._first = threading.Event()
         self.latest: Mapping[str, Any] = {}
-        self.rate_kept = True  # so far, in every second
+        self.slips: list[tuple[float, str]] = []  # (at, why) of each second that did not keep the rate
         self._reader = threading.Thread(target=self._read, name="prober", daemon=True)
         self._reader.start()
 
@@ -432,11 +437,17 @@ class Prober:
         """Every logical request that has ended and was written so far, in the order of their ends."""
         return list(read_requests(self._out))
 
+    def kept(self) -> tuple[float, float]:
+        """(sent ÷ asked, p99 in seconds of how late those that have ended were sent)."""
+        asked, sent = self.latest["asked"], self.latest["sent"]
+        return (sent / asked if asked else 1.0), p99(sorted(r.late_s for r in read_requests(self._out)))
+
     def _read(self) -> None:
         for line in self._stdout:
             with contextlib.suppress(msgspec.DecodeError):  # half a line, of one that was killed
                 self.latest = msgspec.json.decode(line)
-                self.rate_kept = self.rate_kept and bool(self.latest.get("kept_rate", True))
+                if self.latest.get("why"):
+                    self.slips.append((self.latest["at"], self.latest["why"]))
             self._first.set()
         self._first.set()
 

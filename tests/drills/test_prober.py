@@ -349,6 +349,7 @@ def test_the_rate_is_kept_and_told(server: OpenAiServer, start: Callable[..., Pr
     assert (due[-1] - due[0]) / (len(due) - 1) == pytest.approx(0.02, rel=0.02)
     late_s = sorted(r.late_s for r in requests)
     assert late_s[len(late_s) // 2] < 0.05  # half of them within two gaps, on a machine that others use
+    assert running.kept() == (1.0, late_s[-(len(late_s) // 100) - 1])  # so that at most one in a hundred is later
     assert not running.alive
 
 
@@ -404,7 +405,8 @@ def test_it_says_when_it_was_held_up_and_sends_no_burst(server: OpenAiServer, st
 
     assert last["dropped"] == last["asked"] - last["sent"]
     assert 20 <= last["dropped"] <= 50 * stopped_s  # what fell due over 1 s before it woke: of 2 s the first
-    assert not running.rate_kept
+    assert running.kept()[0] == pytest.approx(last["sent"] / last["asked"])
+    assert any("not sent: the prober itself was held up" in why for _, why in running.slips)
     awake_s = time.monotonic() - stopped - stopped_s
     assert len(server.log) - before <= 50 * (awake_s + 1.1) + 5
 
