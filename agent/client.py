@@ -44,8 +44,10 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.settimeout(ANSWER_S)
 
 
-def ask(path: Path, url: str, method: str = "GET") -> Any:
+def ask(path: Path, url: str, method: str = "GET", body: Any = None) -> Any:
     """The decoded JSON that the agent on the socket `path` answers to `url` ("/check", "/transitions?after=7").
+
+    `body` is sent as JSON.
 
     Raises:
         NotRunning: no agent is there.
@@ -54,9 +56,9 @@ def ask(path: Path, url: str, method: str = "GET") -> Any:
     """
     connection = _UnixConnection(path)
     try:
-        connection.request(method, url)
+        connection.request(method, url, None if body is None else json.dumps(body))
         reply = connection.getresponse()
-        body = reply.read()
+        answer = reply.read()
     except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError) as fault:
         raise NotRunning(
             f"no agent answers on {path}; start it with `systemctl start tocsin` or `tocsin run`,"
@@ -74,7 +76,7 @@ def ask(path: Path, url: str, method: str = "GET") -> Any:
         raise AgentError(f"the agent on {path} broke off: {fault!r}; look at `journalctl -u tocsin`") from fault
     finally:
         connection.close()
-    return _decoded(path, url, reply.status, body)
+    return _decoded(path, url, reply.status, answer)
 
 
 def _decoded(path: Path, url: str, status: int, body: bytes) -> Any:

@@ -141,6 +141,7 @@ class Agent:
         self._next_layout = 1
         self._fault: str | None = None  # why the last tick failed
         self._pruned_at = 0.0
+        self._probed: dict[str, list[Sample]] = {}  # address -> what its prober told since the last tick
 
     # --- the tick ---------------------------------------------------------------------------------------------------
 
@@ -169,6 +170,9 @@ class Agent:
             with self._lock:
                 for batch in batches:
                     self.node.take(batch)
+                for address, readings in self._probed.items():
+                    self.node.take_user(address, readings, readings[0].at)
+                self._probed = {}
                 self.node.take(self._of_ourselves(now))
                 transitions = self.node.step(now, dt_s)
                 notices = self._notices(transitions, now)
@@ -324,6 +328,30 @@ class Agent:
     def healthy(self) -> bool:
         """The tick is in time: what the heartbeat promises."""
         return self.livez(self._clock())[0]
+
+    def take_user(self, address: str, counted: Mapping[str, Any]) -> None:
+        """What a prober has counted so far: {"ttft": {le: n, "sum", "count"}, "itl": …, "requests": n, "errors": n}."""
+        at = self._clock()
+        readings = [Sample(f"user_{name}", address, float(value), at, key)
+                    for name in ("ttft", "itl") for key, value in (counted.get(name) or {}).items()]
+        readings += [Sample(f"user_{name}", address, float(counted[name]), at) for name in ("requests", "errors")]
+        with self._lock:
+            self._probed[address] = readings
+
+    def announce(self, run: str, drill: str, rules: Sequence[str], until: float) -> None:
+        """A drill says which alerts it will cause."""
+        with self._lock:
+            self.node.announce(run, drill, rules, until)
+
+    def end_announcement(self, run: str) -> None:
+        """The drill is over."""
+        with self._lock:
+            self.node.end_announcement(run)
+
+    def tell(self, signal: str, subject: str, text: str | None) -> None:
+        """What drilld says of a run or a drill; None: it is no longer so."""
+        with self._lock:
+            self.node.tell(signal, subject, text)
 
     def release_nvml(self, for_s: float | None) -> dict[str, Any]:
         """Close all NVML handles, so that a reset or a driver reload can proceed."""

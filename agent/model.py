@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, Literal, NamedTuple, Protocol
 
 Severity = Literal["page", "ticket", "info"]
-SubjectKind = Literal["engine", "target", "gpu", "node", "group", "any"]
+SubjectKind = Literal["engine", "target", "gpu", "node", "group", "user", "any"]
 SEVERITY_RANK: Mapping[str, int] = {"info": 0, "ticket": 1, "page": 2}
 
 
@@ -168,6 +168,11 @@ SAMPLES: Mapping[str, Kind] = {
     "gpu_power_ns": "counter",  # ns spent throttled for power
     "gpu_power_w": "gauge",
     "gpu_power_limit_w": "gauge",
+    # of what users see (subject: the address that they use), told by a prober from outside
+    "user_ttft": "histogram",  # s
+    "user_itl": "histogram",  # s
+    "user_requests": "counter",
+    "user_errors": "counter",
     # of ourselves (subject: a source or a channel)
     "source_late_s": "gauge",  # s since a source was last on time
     "delivery_failing_s": "gauge",  # s since when a channel could not deliver

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
@@ -34,6 +35,7 @@ from agent.signals import SIGNALS, Scene, Target
 from agent.windows import RAW_KEEP_S, Windows
 
 SETTLED_S = 600.0  # a GPU's memory 10 m after its engine's start is what the engine is meant to use
+USER_GONE_S = 60.0  # an address of which no prober tells any more
 GONE_S = 600.0  # a GPU that NVML no longer names for so long has ended
 OF_OURSELVES = frozenset({"blind", "watcher"})
 ALERT_STATES = {"firing": "BREACH", "pending": "PENDING"}
@@ -62,6 +64,8 @@ class Learned:
     targets: dict[str, dict[str, Any]] = field(default_factory=dict)
     gpus: dict[str, dict[str, Any]] = field(default_factory=dict)
     gpu_full_at_start: dict[str, list[float]] = field(default_factory=dict)  # uuid -> [engine's start, share]
+    announced: dict[str, dict[str, Any]] = field(default_factory=dict)  # run -> {"drill", "rules", "until"}
+    told: dict[str, dict[str, str]] = field(default_factory=dict)  # signal -> subject -> what drilld says of it
 
 
 class Node:
@@ -77,6 +81,7 @@ class Node:
         self.facts: dict[str, EngineFacts] = {}
         self.gpus: dict[str, GpuFacts] = {}
         self.gpu_seen_at: dict[str, float] = {}
+        self.users: dict[str, float] = {}  # address that users use -> when a prober last told of it
         self.first_at: float | None = None
         self.rules = {rule.id: rule for rule in setup.rules}
         self.scene = Scene(self.windows, 0.0, setup.node, setup.slo, {})  # nothing is known before the first step
@@ -110,6 +115,26 @@ class Node:
             for uuid in [u for u in self.gpus if batch.at - self.gpu_seen_at.setdefault(u, batch.at) > GONE_S]:
                 self._forget_gpu(uuid)
 
+    def take_user(self, address: str, readings: Sequence[Sample], at: float) -> None:
+        """What a prober counted so far at an address that users use."""
+        self.users[address] = at
+        self.windows.ingest(Batch(f"user:{address}", at, 0.0, tuple(readings)))
+
+    def announce(self, run: str, drill: str, rules: Sequence[str], until: float) -> None:
+        """A drill says which alerts it will cause: they go their normal way, and say so first."""
+        self.learned.announced[run] = {"drill": drill, "rules": list(rules), "until": until}
+
+    def end_announcement(self, run: str) -> None:
+        """The drill is over; what still fires was announced, and goes on saying so."""
+        self.learned.announced.pop(run, None)
+
+    def tell(self, signal: str, subject: str, text: str | None) -> None:
+        """What drilld says of a run or a drill (drill_orphaned, drill_overdue); None: it is no longer so."""
+        if text is None:
+            self.learned.told.get(signal, {}).pop(subject, None)
+        else:
+            self.learned.told.setdefault(signal, {})[subject] = text
+
     def _take_engine(self, facts: EngineFacts, at: float) -> None:
         self.facts[facts.target] = facts
         known = self.learned.targets.setdefault(facts.target, {"first_seen_at": at})
@@ -134,8 +159,11 @@ class Node:
     def _scene(self, now: float) -> Scene:
         watched_s = None if not self.setup.clip_windows or self.first_at is None else max(1.0, now - self.first_at)
         targets = self._targets(now)
-        return Scene(self.windows, now, self.setup.node, self.setup.slo, targets, self.gpus, self.sources,
-                     {u: share for u, (_, share) in self.learned.gpu_full_at_start.items()}, watched_s)
+        self.users = {address: at for address, at in self.users.items() if now - at < USER_GONE_S}
+        users = {address: Target(address, (address,), self.setup.slo) for address in self.users}
+        full = {u: share for u, (_, share) in self.learned.gpu_full_at_start.items()}
+        return Scene(self.windows, now, self.setup.node, self.setup.slo, targets, self.gpus, self.sources, users,
+                     self.learned.told, full, watched_s)
 
     def _learn_full_gpus(self) -> None:
         """What share of a GPU's memory its engine holds 10 m after its start: what is so by design wakes nobody."""
@@ -211,9 +239,19 @@ class Node:
             "action": rule.action,
             "evidence": "" if signal is None else evidence_text(signal),
         }
+        drill = self._announced_by(alert)
+        if drill is not None:
+            until = datetime.fromtimestamp(drill["until"], UTC)
+            texts["summary"] = (f"DRILL  {rule.id} on {self.setup.node}, as announced by {drill['drill']}"
+                                f" (until {until:%H:%M} UTC)")
         if self.setup.external_url:
             texts["runbook_url"] = f"{self.setup.external_url}/runbooks/{rule.id}"
         return {k: v for k, v in texts.items() if v}
+
+    def _announced_by(self, alert: Alert) -> dict[str, Any] | None:
+        """The drill that announced an alert, while its announcement holds."""
+        return next((drill for drill in self.learned.announced.values()
+                     if alert.rule in drill["rules"] and self.scene.now <= drill["until"]), None)
 
     def _place(self, subject: str) -> tuple[str, str]:
         """A subject for a title and for a text: people know a GPU by its index on a node."""

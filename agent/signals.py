@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any
 
 from agent.model import Alert, GpuFacts, Rule, Sample, Signal, SignalSpec, Slo, Why
@@ -56,14 +57,18 @@ class Scene:
     targets: Mapping[str, Target]
     gpus: Mapping[str, GpuFacts] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
+    users: Mapping[str, Target] = field(default_factory=dict)  # addresses that users use, while a prober tells of them
+    told: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # signal -> subject -> text, as drilld says
     gpu_full_at_start: Mapping[str, float] = field(default_factory=dict)
     clip_windows_to_s: float | None = None  # `tocsin check` without an agent: windows as long as it watched
     memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # what several rules ask of one tick
 
     def target_of(self, subject: str) -> Target | None:
-        """The target of a target's or an engine's subject."""
+        """The target of a target's, an engine's or a user's address's subject."""
         if subject in self.targets:
             return self.targets[subject]
+        if subject in self.users:
+            return self.users[subject]
         return next((t for t in self.targets.values() if subject in t.engines), None)
 
     def slo_of(self, subject: str) -> Slo:
@@ -415,7 +420,8 @@ def too_few_requests(ask: Ask, window_s: float) -> Signal | None:
     needed = ask.rule.params.get("min_requests")
     if needed is None or ask.target is None:
         return None
-    requests = sum(ask.count("ttft", e, ask.start(window_s), "count") for e in ask.target.engines)
+    name = "user_ttft" if ask.spec.subject == "user" else "ttft"
+    requests = sum(ask.count(name, e, ask.start(window_s), "count") for e in ask.target.engines)
     return ask.idle(f"{requests:.0f} of at least {needed:.0f} requests") if requests < needed else None
 
 
@@ -483,9 +489,12 @@ def error_burn(ask: Ask) -> Signal:
     if not judged:
         first = next((t for t in troubles if t), None)
         return first or ask.idle("no engine here")
+    pairs = ask.rule.params["pairs"]
+    if spent(ask, judged, max(pair["long"] for pair in pairs))[0] <= 0:
+        return nothing_burnt(ask, judged, pairs)
     ratios: list[float] = []
     evidence: dict[str, float] = {}
-    for pair in ask.rule.params["pairs"]:
+    for pair in pairs:
         long_burn, _ = burn(ask, judged, pair["long"], slo)
         short_burn, recent = burn(ask, judged, pair["short"], slo)
         evidence[f"burn_{span(pair['long'])}"] = long_burn
@@ -498,6 +507,16 @@ def error_burn(ask: Ask) -> Signal:
     return ask.value(max(ratios), at=at, method="engine (lower bound)", evidence=evidence)
 
 
+def nothing_burnt(ask: Ask, judged: list[Target], pairs: Sequence[Mapping[str, float]]) -> Signal:
+    """What error_burn says where the longest window holds no error: then none holds any, and they need no counting."""
+    evidence = {f"burn_{span(pair[end])}": 0.0 for pair in pairs for end in ("long", "short")}
+    if spent(ask, judged, max(pair["short"] for pair in pairs))[1] <= 0:
+        return ask.idle("no requests", evidence=evidence)
+    at = max(error_told_at(ask, t) for t in judged)
+    return ask.value(0.0, at=at, method="engine (lower bound)", evidence=evidence)
+
+
+@lru_cache(256)
 def span(seconds: float) -> str:
     """A window in its largest whole unit: 5m, 6h, 3d."""
     size, unit = next(((n, u) for n, u in ((86400.0, "d"), (3600.0, "h"), (60.0, "m")) if seconds % n == 0), (1.0, "s"))
@@ -516,13 +535,19 @@ def burn(ask: Ask, targets: list[Target], window_s: float, slo: Slo) -> tuple[fl
     After a resolve only what came later counts, and so spends only its share of the window.
     """
     start = ask.start(window_s)
-    counts = [errors_and_requests(ask, t, start) for t in targets]
-    errors, n = sum(c[0] for c in counts), sum(c[1] for c in counts)
+    errors, n = spent(ask, targets, window_s)
     if errors <= 0:
         return 0.0, n
     watched_s = max((ask.windows.watched_s(subject, name, start) for t in targets
                      for subject, name in ((t.name, "http"), *((e, "finished") for e in t.engines))), default=0.0)
     return wilson_lower(errors, n) / (1 - slo.availability) * min(1.0, watched_s / window_s), n
+
+
+def spent(ask: Ask, targets: list[Target], window_s: float) -> tuple[float, float]:
+    """(errors, requests) over a window, all targets added."""
+    start = ask.start(window_s)
+    counts = [errors_and_requests(ask, t, start) for t in targets]
+    return sum(c[0] for c in counts), sum(c[1] for c in counts)
 
 
 def rank_step_spread(ask: Ask) -> Signal:
@@ -896,17 +921,20 @@ def held_s(ask: Ask, limit_s: float, holds: Callable[[float, float], bool], *, f
     `flat`: and no progress counter moved. What was not watched (a suspended host, a clock that stepped) is not counted.
     """
     since = ask.now - 2 * limit_s - 3 * ask.windows.interval_s
+    rows = ask.windows.backward(ask.subject, ("running", ""), ("waiting", ""))
+    held = takewhile(lambda row: row[0] >= since and holds(row[1], row[2]), rows)
+    began = next((row[0] for row in held), None)
+    if began is None:
+        return 0.0
     floor = ask.windows.restarted_at(ask.subject, "running") or since
     if flat:
         floor = max(floor, progress_at(ask, ask.subject, since) or since)
-    began = None
-    for at, running, waiting in ask.windows.backward(ask.subject, ("running", ""), ("waiting", "")):
-        if at < since or not holds(running, waiting):
+    while began > floor:
+        earlier = next((row[0] for row in held), None)
+        if earlier is None:
             break
-        began = at
-        if at <= floor:
-            break
-    return 0.0 if began is None else ask.windows.watched_s(ask.subject, "running", max(began, floor))
+        began = earlier
+    return ask.windows.watched_s(ask.subject, "running", max(began, floor))
 
 
 def watcher(ask: Ask) -> Signal:
@@ -920,6 +948,23 @@ def watcher(ask: Ask) -> Signal:
         allowed_s = float(ask.rule.params["failing"])
         return ask.value(failing.value / allowed_s, at=failing.at, evidence={"failing_s": failing.value})
     return ask.idle("nothing known yet")
+
+
+def user_error_rate(ask: Ask) -> Signal:
+    """U1. Wilson's lower bound of errors ÷ requests at the address that users use, as a prober gets them."""
+    trouble = ask.problem("user_requests") or ask.uncovered("user_requests")
+    if trouble:
+        return trouble
+    n = ask.count("user_requests", ask.subject, ask.start())
+    errors = ask.count("user_errors", ask.subject, ask.start())
+    if n <= 0:
+        return ask.idle("no requests")
+    return ask.value(counted(ask, errors, n), evidence={"errors": errors, "requests": n})
+
+
+def told_by_drilld(ask: Ask) -> Signal:
+    """What the drill daemon says of a run or a drill: it stands until it says otherwise."""
+    return ask.value(1.0, evidence={"text": ask.scene.told[ask.spec.id][ask.subject]})
 
 
 def blind(scene: Scene, rule: Rule, root: str, signals: Mapping[tuple[str, str], Signal],
@@ -995,6 +1040,14 @@ SIGNALS: Mapping[str, tuple[SignalSpec, Callable[[Ask], Signal]]] = {row[0].id: 
     _row("engine_stuck", "of limit", "engine", "time without progress while work is in flight", engine_stuck,
          flat="duration", queue="duration"),
     _row("blind", "count", "any", "required signals that cannot be measured", _told_elsewhere),
+    _row("user_ttft_slow_share", "ratio", "user", "share of first tokens that users got later than the SLO",
+         slow_signal("user_ttft"), windowed=True, counted=True, limit="slo"),
+    _row("user_itl_slow_share", "ratio", "user", "share of gaps between tokens that users saw over the SLO",
+         slow_signal("user_itl"), windowed=True, counted=True, limit="slo", min_requests="number"),
+    _row("user_error_rate", "ratio", "user", "errors per request as users get them, lower bound", user_error_rate,
+         windowed=True, counted=True),
+    _row("drill_orphaned", "count", "any", "a drill left something in the world", told_by_drilld),
+    _row("drill_overdue", "count", "any", "a drill that was due did not run", told_by_drilld),
     _row("watcher", "of limit", "any", "how late a source is, or a channel cannot deliver", watcher,
          late_intervals="number", failing="duration"),
 )}
@@ -1006,7 +1059,7 @@ def subjects(scene: Scene, spec: SignalSpec) -> list[str]:
     engines = [e for t in scene.targets.values() for e in t.engines]
     groups = [e for t in scene.targets.values() if len(t.gpus) > 1 for e in t.engines]
     return {"engine": engines, "target": list(scene.targets), "gpu": list(scene.gpus), "node": [scene.node],
-            "group": groups, "any": []}[spec.subject]
+            "group": groups, "user": list(scene.users), "any": list(scene.told.get(spec.id, ()))}[spec.subject]
 
 
 def compute(scene: Scene, rules: list[Rule], resolved_at: Mapping[tuple[str, str], float],
@@ -1020,7 +1073,10 @@ def compute(scene: Scene, rules: list[Rule], resolved_at: Mapping[tuple[str, str
             continue
         for subject in scene.sources if rule.signal == "watcher" else subjects(scene, spec):
             ask = Ask(scene, spec, rule, subject, resolved_at.get((rule.id, subject), 0.0))
-            signals[(rule.id, subject)] = function(ask)
+            try:
+                signals[(rule.id, subject)] = function(ask)
+            except Exception as error:  # one formula that fails must not blind all the others
+                signals[(rule.id, subject)] = ask.gap(Why.ERROR, f"{type(error).__name__}: {error}")
     for rule in rules:
         if rule.signal == "blind":
             for root in (*scene.targets, *scene.gpus):
@@ -1037,6 +1093,6 @@ def alert_labels(scene: Scene, rule: Rule, alert: Alert) -> dict[str, str]:
         target = scene.target_on(alert.subject)
         if target is not None:
             labels |= {"engine": target.engines[0]} if len(target.engines) == 1 else {}
-    elif scene.target_of(alert.subject) is not None:
+    elif alert.subject not in scene.users and scene.target_of(alert.subject) is not None:
         labels["engine"] = alert.subject
     return {k: v for k, v in labels.items() if v}

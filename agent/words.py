@@ -114,6 +114,7 @@ TELLERS: Mapping[str, Callable[[Evidence], str]] = {
     "flat_s": _stuck,
     "waiting_alone_s": _stuck,
     "floor_bytes": _free,
+    "text": lambda e: str(e["text"]),
 }
 
 

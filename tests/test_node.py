@@ -17,6 +17,7 @@ from agent.model import (
     Gap,
     GpuFacts,
     Rule,
+    Sample,
     Signal,
     Slo,
     Transition,
@@ -587,3 +588,64 @@ def test_an_engine_that_never_answered_may_take_its_time_to_start() -> None:
 
     assert first_page_s(fresh) == 600
     assert first_page_s(known) == 10  # the third in a row
+
+
+def test_an_announced_alert_says_first_that_it_is_a_drill() -> None:
+    """process-kill announced engine-down until 10:04 UTC: labels and severity are as ever, the title says DRILL."""
+    here = node()
+    down = tuple(Sample(name, "llama", value, 100.0) for name, value in (("down", 1.0), ("slow", 0.0), ("rung", 0.0)))
+    here.learned.targets["llama"] = {"first_seen_at": 0.0, "ever_up": True, "engines": ["llama"]}
+    here.announce("run-1", "process-kill", ["engine-down"], 101040.0 + 86400.0)  # 1970-01-03 04:04 UTC
+    transitions = []
+    for at in (100.0, 105.0, 110.0):
+        here.take(Batch("engine:llama", at, 0.0, tuple(s._replace(at=at) for s in down)))
+        transitions += here.step(at, 5.0)
+
+    (fired,) = [t for t in transitions if t.kind == "firing" and t.alert.rule == "engine-down"]
+    message = here.message(fired.alert)
+    want = "DRILL  engine-down on gpu-17, as announced by process-kill (until 04:04 UTC)"
+    assert message.annotations["summary"] == want
+    assert message.labels["alertname"] == "EngineDown"
+    here.end_announcement("run-1")
+    assert not here.message(fired.alert).annotations["summary"].startswith("DRILL")
+
+
+def test_what_a_prober_counts_at_the_users_address_is_judged_while_it_tells() -> None:
+    """30 of 100 requests fail at the users' address: user-error-rate fires, and is gone a minute after the end."""
+    here = node()
+
+    def counted(at: float, requests: float, errors: float) -> None:
+        told = (("user_requests", requests), ("user_errors", errors))
+        here.take_user("llm.internal", [Sample(name, "llm.internal", value, at) for name, value in told], at)
+
+    for i in range(60):
+        counted(1000.0 + 5 * i, 10.0 * i, 3.0 * i)
+        here.step(1000.0 + 5 * i, 5.0)
+    alert = here.book.alerts[("user-error-rate", "llm.internal")]
+    assert alert.state == "firing"
+    assert alert.severity == "page"
+    labels = dict(alert.labels)
+    assert labels["subject"] == "llm.internal"
+    assert "engine" not in labels
+
+    transitions = here.step(1000.0 + 5 * 59 + 61.0, 5.0)
+
+    ended = [(t.kind, t.why) for t in transitions if t.alert.rule == "user-error-rate"]
+    assert ended == [("resolved", "subject removed")]
+
+
+def test_what_drilld_says_stands_until_it_says_otherwise() -> None:
+    """An orphaned run pages with its command in the text, survives a restart, and resolves when healed."""
+    here = node()
+    here.tell("drill_orphaned", "run-1", "table tocsin_1 is left: nft delete table inet tocsin_1")
+    transitions = here.step(100.0, 5.0)
+    (fired,) = [t for t in transitions if t.kind == "firing"]
+    assert fired.alert.rule == "drill-orphaned"
+    assert "nft delete table" in here.message(fired.alert).annotations["description"]
+
+    again = node()
+    again.restore(here.book, asdict(here.learned))
+    assert again.step(105.0, 5.0) == []
+    again.tell("drill_orphaned", "run-1", None)
+
+    assert [t.kind for t in again.step(110.0, 5.0)] == ["resolved"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import parse_qs, urlsplit
@@ -65,6 +65,18 @@ class View(Protocol):
     def reopen_nvml(self) -> dict[str, Any]:
         """Open NVML again now."""
 
+    def take_user(self, address: str, counted: Mapping[str, Any]) -> None:
+        """What a prober has counted so far at an address that users use."""
+
+    def announce(self, run: str, drill: str, rules: Sequence[str], until: float) -> None:
+        """A drill says which alerts it will cause."""
+
+    def end_announcement(self, run: str) -> None:
+        """The drill is over."""
+
+    def tell(self, signal: str, subject: str, text: str | None) -> None:
+        """What drilld says of a run (drill_orphaned) or a drill (drill_overdue); None: it is no longer so."""
+
     def tick_at(self) -> float | None:
         """When the last tick was finished, unix seconds; None before the first."""
 
@@ -95,6 +107,7 @@ class Request:
     query: Mapping[str, str]
     accept: str
     metrics: Callable[[str], tuple[bytes, str]]
+    body: Callable[[], Any]  # the JSON that was sent; raises BadRequest
 
 
 class BadRequest(Exception):  # noqa: N818  (named as HTTP names it)
@@ -184,6 +197,40 @@ def _reopen(request: Request) -> Reply:
     return _json(request.view.reopen_nvml())
 
 
+def _user(request: Request) -> Reply:
+    counted = request.body()
+    if not isinstance(counted, dict) or not {"address", "requests", "errors"} <= counted.keys():
+        raise BadRequest('send {"address", "requests", "errors", "ttft": {…}, "itl": {…}}, all counted since the start')
+    request.view.take_user(str(counted["address"]), counted)
+    return _json({"ok": True})
+
+
+def _announce(request: Request) -> Reply:
+    told = request.body()
+    try:
+        run, drill, until = str(told["run"]), str(told["drill"]), float(told["until"])
+        rules = [str(rule) for rule in told["rules"]]
+    except (TypeError, KeyError, ValueError):
+        raise BadRequest('send {"run", "drill", "rules": […], "until": unix seconds}') from None
+    request.view.announce(run, drill, rules, until)
+    return _json({"ok": True})
+
+
+def _end_announcement(request: Request) -> Reply:
+    request.view.end_announcement(request.query.get("run", ""))
+    return _json({"ok": True})
+
+
+def _tell(request: Request) -> Reply:
+    told = request.body()
+    signals = ("drill_orphaned", "drill_overdue")
+    if not isinstance(told, dict) or told.get("signal") not in signals or not told.get("subject"):
+        raise BadRequest(f'send {{"signal", "subject", "text" or null}}; signal is one of {", ".join(signals)}')
+    text = told.get("text")
+    request.view.tell(told["signal"], str(told["subject"]), None if text is None else str(text))
+    return _json({"ok": True})
+
+
 Routes = Mapping[str, Mapping[str, Handler]]  # path -> method -> handler
 PUBLIC: Routes = {
     "/": {"GET": _index},
@@ -200,6 +247,10 @@ PRIVATE: Routes = {
     "/transitions": {"GET": _transitions},
     "/nvml/release": {"POST": _release},
     "/nvml/reopen": {"POST": _reopen},
+    "/user": {"POST": _user},
+    "/drills/announce": {"POST": _announce},
+    "/drills/end": {"POST": _end_announcement},
+    "/drills/tell": {"POST": _tell},
 }
 # Nothing of ours runs scripts, is framed, cached or read by another site's page.
 SECURITY_HEADERS = [
@@ -272,6 +323,14 @@ def _handle(request: Request, handlers: Mapping[str, Handler], method: str) -> t
         return _text("500 Internal Server Error", sentence), []
 
 
+def _sent(environ: WSGIEnvironment) -> Any:
+    """The JSON of a request's body; the server has bounded its size."""
+    try:
+        return msgspec.json.decode(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
+    except (ValueError, msgspec.DecodeError) as fault:
+        raise BadRequest(f"the body is not JSON: {fault}") from None
+
+
 def make_app(
     view: View,
     catalogue: Mapping[str, SignalSpec],
@@ -292,7 +351,8 @@ def make_app(
         reply = _refusal(environ, routes, hosts)
         if reply is None:
             query = {key: values[-1] for key, values in parse_qs(environ.get("QUERY_STRING", "")).items()}
-            request = Request(view, clock(), query, str(environ.get("HTTP_ACCEPT", "")), metrics)
+            accept = str(environ.get("HTTP_ACCEPT", ""))
+            request = Request(view, clock(), query, accept, metrics, lambda: _sent(environ))
             reply, extra = _handle(request, routes[environ["PATH_INFO"]], method)
         status, content_type, body = reply
         headers = [("Content-Type", content_type), ("Content-Length", str(len(body))), *SECURITY_HEADERS, *extra]
