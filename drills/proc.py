@@ -75,7 +75,12 @@ def is_same(process: ProcessId) -> bool:
         seen = stat(process.pid)
     except ProcessLookupError:
         return False
-    return seen.start_ticks == process.start_ticks and seen.state not in _ENDED and boot_id() == process.boot_id
+    return seen.start_ticks == process.start_ticks and boot_id() == process.boot_id and _runs(seen)
+
+
+def _runs(seen: Stat) -> bool:
+    """Whether anything of a process can act: the first thread may have ended, and the others go on."""
+    return seen.state not in _ENDED or bool(threads(seen.pid))
 
 
 def open_pidfd(process: ProcessId) -> int:
@@ -171,7 +176,7 @@ def processes() -> dict[int, Stat]:
             seen = stat(pid)
         except ProcessLookupError:
             continue
-        if seen.state not in _ENDED:
+        if _runs(seen):
             found[pid] = seen
     return found
 

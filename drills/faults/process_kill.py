@@ -66,18 +66,20 @@ class ProcessKill:
         )
 
     def inject(self, plan: Plan, injector_fds: Sequence[int]) -> Killed:  # noqa: ARG002  (no subprocess)
-        """Kill them all, or none: every descriptor is had and checked before the first signal."""
+        """Kill them all, or none: every descriptor is had and may be signalled before the first is. Raises Refused."""
         victims = msgspec.convert(plan.facts["victims"], list[ProcessId])
         pidfds: dict[int, int] = {}
         try:
             for one in victims:
                 pidfds[one.pid] = proc.open_pidfd(one)
-            for fd in pidfds.values():
-                signal.pidfd_send_signal(fd, signal.SIGKILL)
+            for sig in (0, signal.SIGKILL):  # 0 only asks
+                for fd in pidfds.values():
+                    signal.pidfd_send_signal(fd, sig)
         except OSError as error:
             for fd in pidfds.values():
                 os.close(fd)
-            raise Refused(f"process-kill: {error}; plan again") from error
+            what = "it needs root or CAP_KILL" if isinstance(error, PermissionError) else "plan again"
+            raise Refused(f"process-kill: {error}; {what}") from error
         for fd in pidfds.values():
             proc.has_ended(fd, 1.0)
         return Killed(pidfds, msgspec.convert(plan.facts["others"], list[ProcessId]))

@@ -14,7 +14,9 @@ import pytest
 
 from drills import proc
 from drills.proc import Stat, parse_stat
-from tests.drills.stand_ins import engine
+from drills.targets import processes_of
+from tests.drills.stand_ins import engine, wait_for
+from tests.needs import need
 
 SLEEPER = [sys.executable, "-c", "import sys; sys.stdin.read()"]
 
@@ -64,6 +66,26 @@ def test_the_number_of_an_ended_process_is_not_it() -> None:
         proc.identify(process.pid)
 
 
+def test_a_main_thread_that_ended_first() -> None:
+    """The first thread was gone, /proc said Z, and the drill took an engine that served on for dead."""
+    script = (
+        "import ctypes, platform, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60.0,)).start()\n"
+        "print(1, flush=True)\n"
+        "ctypes.CDLL(None).syscall({'x86_64': 60}.get(platform.machine(), 93), 0)\n"  # exit, of this thread
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        wait_for(lambda: proc.stat(process.pid).state == "Z")
+        who = proc.identify(process.pid)
+        assert proc.is_same(who)
+        assert process.pid in proc.processes()
+        assert len(proc.threads(process.pid)) == 1
+        assert proc.end(who, 5.0)
+        assert not proc.is_same(who)
+
+
 def test_who_listens(tmp_path: Path) -> None:
     """The port of an engine names its page, not the client that is connected to it nor the core below."""
     with engine(tmp_path) as stub:
@@ -78,6 +100,27 @@ def test_listener_on_ipv6() -> None:
     """An engine that listens on :: is in another table of the kernel."""
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as listening:
         assert proc.listeners(listening.getsockname()[1]) == [os.getpid()]
+
+
+@pytest.mark.heavy
+def test_who_listens_in_another_network() -> None:
+    """Two engines on port 8000, each in a network of its own: the one outside was killed for the one inside."""
+    need("root", "unshare")
+    listen = "import socket, sys; s = socket.create_server(('', 0)); print(s.getsockname()[1], flush=True)"
+    script = f"{listen}; sys.stdin.read()"
+    command = ["unshare", "--net", sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as inside:
+        assert inside.stdout is not None
+        port = int(inside.stdout.readline())
+        with socket.socket() as outside:
+            outside.bind(("127.0.0.1", port))
+            outside.listen()
+            netns = proc.netns_of(inside.pid)
+            assert netns not in {0, proc.netns_of(os.getpid())}
+            assert proc.listeners(port, netns) == [inside.pid]
+            assert proc.listeners(port) == [os.getpid()]
+            assert [who.pid for who in processes_of({"port": port, "netns": inside.pid})["main"]] == [inside.pid]
+        inside.communicate()
 
 
 def test_descent(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from agent.config import AlertmanagerConfig, Config, NotifyConfig, WebhookConfig
 from drills import proc, targets
 from drills.faults.engine_hang import FAULT as HANG
 from drills.faults.process_kill import FAULT as KILL
@@ -222,6 +223,22 @@ def test_a_stranger_with_the_number_lives(tmp_path: Path, stub: Engine) -> None:
     assert proc.is_same(stub.core)
 
 
+def test_a_kill_that_is_not_allowed(stub: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page was ours to kill and the core was another user's: half a kill is no drill."""
+    plan = planned(KILL, stub, "all")
+    sent: list[int] = []
+
+    def send(_fd: int, sig: int) -> None:
+        sent.append(sig)
+        if len(sent) == 2:
+            raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", send)
+    with pytest.raises(Refused, match="Operation not permitted; it needs root or CAP_KILL"):
+        KILL.inject(plan, ())
+    assert sent == [0, 0]
+
+
 def test_a_kill_that_did_nothing() -> None:
     """No sample says that it ended: then it is not known to have ended."""
     plan = Plan("process-kill", RUN, [], [], [], {"victims": [{"pid": 7}, {"pid": 8}], "others": []})
@@ -244,6 +261,24 @@ def test_no_drill_touches_these(tmp_path: Path, stub: Engine) -> None:
     for pid, why in ((1, "the first process"), (os.getpid(), "Tocsin itself"), (os.getppid(), "Tocsin itself")):
         with pytest.raises(Refused, match=rf"process {pid} \(.*\) is {why}"):
             HANG.plan(Drill("d", "engine-hang", target={"pid": pid}), RUN)
+
+
+def test_ports_of_the_alert_path() -> None:
+    """Packets to the Alertmanager were lost in a drill, and the alarm that it should prove never came."""
+    config = Config(
+        listen="[::1]:9959",
+        notify=(
+            NotifyConfig(alertmanager=AlertmanagerConfig(urls=("http://127.0.0.1:9093", "http://[::1]:9094/am"))),
+            NotifyConfig(webhook=WebhookConfig(url="http://localhost:9095/hook")),
+            NotifyConfig(webhook=WebhookConfig(url_env="HOOK")),
+        ),
+    )
+    found = targets.reserved_ports(config)
+    assert {port: found[port] for port in (9959, 9093, 9094, 9095)} == {
+        9959: "the agent", 9093: "the alert path", 9094: "the alert path", 9095: "the alert path",
+    }  # fmt: skip
+    assert (found[22], found[53], found[6443]) == ("ssh", "DNS", "the Kubernetes API")
+    assert 8000 not in found
 
 
 @pytest.mark.parametrize(
