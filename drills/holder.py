@@ -240,7 +240,10 @@ class Holder:
         self._tell("inject")
         event = self._wait_for("injected", "failed", timeout_s=timeout_s)
         if event is None:
-            how = "gave no answer" if self.alive else f"ended ({self._process.returncode})"
+            how = "gave no answer"
+            if self._ended:  # its files are closed a moment before it has ended
+                wait_ended(self.process_id, 1.0)
+                how = f"ended ({self._process.poll()})"
             raise HolderError(f"the holder {how} within {timeout_s:g} s of `inject`; revert")
         if event["event"] == "failed":
             raise HolderError(str(event["why"]))
