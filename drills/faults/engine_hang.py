@@ -48,7 +48,7 @@ class Stopped:
         self._processes = processes
         self._tids: set[int] = set()
         self._signals: dict[int, int] = {}  # that a thread was about to get when it stopped
-        self._handler = signal.signal(signal.SIGCHLD, self._reap)
+        self._handler = signal.getsignal(signal.SIGCHLD)
 
     def _reap(self, _signal: int = 0, _frame: FrameType | None = None) -> None:
         """Take the news of our threads: a death that we do not take is never told to the real parent."""
@@ -69,10 +69,14 @@ class Stopped:
             for one, tid in new:
                 self._seize(one, tid)
             running = [tid for one in self._processes for tid, state in self._states(one).items() if state != _STOPPED]
+            # A thread that sleeps in the kernel stops when it wakes; the samples show it.
             if (not new and not running) or time.monotonic() > until:
-                return  # a thread that sleeps in the kernel stops when it wakes; the samples show it
+                break
             if not new:
                 time.sleep(0.001)
+        # Not before: each of a thousand threads tells that it stopped, and each time all would be asked.
+        signal.signal(signal.SIGCHLD, self._reap)
+        self._reap()
 
     def _seize(self, one: ProcessId, tid: int) -> None:
         try:
