@@ -224,7 +224,7 @@ def _step(replay: Replay, at: float, dt_s: float) -> None:
             span = replay.open_spans[key] = Span(*key, since_start, since_start, held)
             replay.spans.append(span)
         span.to_s = since_start
-    for target in node.scene.targets.values():
+    for target in (t for t in node.scene.targets.values() if t.ever_up):
         for engine in target.engines:
             whole = replay.wholes.setdefault(engine, Whole(target.name))
             if whole.http_from is None and node.windows.keys(target.name, "http"):

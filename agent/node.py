@@ -81,6 +81,7 @@ class Node:
         self.facts: dict[str, EngineFacts] = {}
         self.gpus: dict[str, GpuFacts] = {}
         self.gpu_seen_at: dict[str, float] = {}
+        self.gone: dict[str, GpuFacts] = {}  # GPUs that have ended: what closes with them is told by their index
         self.users: dict[str, float] = {}  # address that users use -> when a prober last told of it
         self.first_at: float | None = None
         self.rules = {rule.id: rule for rule in setup.rules}
@@ -95,10 +96,11 @@ class Node:
         configured = {target.name for target in self.setup.targets}
         for name in [n for n in self.learned.targets if n not in configured]:
             del self.learned.targets[name]
-        if not self.setup.watches_gpus:
-            self.learned.gpus, self.learned.gpu_full_at_start = {}, {}
         for uuid, known in self.learned.gpus.items():
             self.gpus[uuid] = GpuFacts(uuid, known["index"], known["name"], known["bdf"], known["limit_c"])
+        if not self.setup.watches_gpus:
+            for uuid in list(self.gpus):
+                self._forget_gpu(uuid)
 
     def take(self, batch: Batch) -> None:
         """Learn from one read of one source."""
@@ -111,7 +113,7 @@ class Node:
             self.gpus[gpu.uuid] = gpu
             self.gpu_seen_at[gpu.uuid] = batch.at
             self.learned.gpus[gpu.uuid] = {k: v for k, v in asdict(gpu).items() if k not in ("found", "uuid")}
-        if batch.gpus is not None:  # () says that there is none; a source that failed says nothing
+        if batch.gpus is not None and batch.error is None:  # () says that there is none; a read that failed says nothing
             for uuid in [u for u in self.gpus if batch.at - self.gpu_seen_at.setdefault(u, batch.at) > GONE_S]:
                 self._forget_gpu(uuid)
 
@@ -144,6 +146,7 @@ class Node:
             self.windows.forget(subject)
 
     def _forget_gpu(self, uuid: str) -> None:
+        self.gone[uuid] = self.gpus[uuid]
         for known in (self.gpus, self.gpu_seen_at, self.learned.gpus, self.learned.gpu_full_at_start):
             known.pop(uuid, None)
         self.windows.forget(uuid)
@@ -152,7 +155,8 @@ class Node:
         found = {}
         for target in self.setup.targets:
             known = self.learned.targets.setdefault(target.name, {"first_seen_at": now})
-            found[target.name] = replace(target, engines=tuple(known.get("engines", ())),
+            # one that never told its engines is judged as one engine: what is not known of it has a row and a reason
+            found[target.name] = replace(target, engines=tuple(known.get("engines", (target.name,))),
                                          first_seen_at=known["first_seen_at"], ever_up=known.get("ever_up", False))
         return found
 
@@ -255,7 +259,7 @@ class Node:
 
     def _place(self, subject: str) -> tuple[str, str]:
         """A subject for a title and for a text: people know a GPU by its index on a node."""
-        gpu, node = self.gpus.get(subject), self.setup.node
+        gpu, node = self.gpus.get(subject) or self.gone.get(subject), self.setup.node
         if gpu is not None:
             known = ", ".join(word for word in (subject, gpu.bdf) if word)
             return f"GPU {gpu.index} on {node}", f"GPU {gpu.index} ({known})"

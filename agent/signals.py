@@ -1091,7 +1091,7 @@ def alert_labels(scene: Scene, rule: Rule, alert: Alert) -> dict[str, str]:
     if alert.subject in scene.gpus:
         labels["gpu"] = alert.subject
         target = scene.target_on(alert.subject)
-        if target is not None:
+        if target is not None and target.ever_up:
             labels |= {"engine": target.engines[0]} if len(target.engines) == 1 else {}
     elif alert.subject not in scene.users and scene.target_of(alert.subject) is not None:
         labels["engine"] = alert.subject

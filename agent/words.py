@@ -156,8 +156,11 @@ def summary(rule: Rule, alert: Alert, signal: Signal | None, unit: str, where: s
 
 
 def cut(text: str, length: int) -> str:
-    """At most `length` characters."""
-    return text if len(text) <= length else text[: length - 1] + "…"
+    """At most `length` characters, cut between words where there are any."""
+    if len(text) <= length:
+        return text
+    whole = text[:length].rpartition(" ")[0].rstrip(" ,;:(")
+    return (whole if len(whole) > length // 2 else text[: length - 1]) + "…"
 
 
 def description(rule: Rule, alert: Alert, signal: Signal | None, unit: str, subject: str) -> str:

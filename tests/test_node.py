@@ -561,6 +561,50 @@ def test_a_gpu_that_nvml_no_longer_names_is_closed_after_ten_minutes() -> None:
     assert set(here.learned.gpus) == {OTHER_GPU}
 
 
+def test_a_hot_gpu_that_nvml_hangs_before_after_a_restart_is_not_closed() -> None:
+    """NVML hangs at GPU 1 since our restart, so every read names GPU 0 alone: it is not gone, and stays hot."""
+    before = node("gpu-temperature", targets=())
+    hot(before, OTHER_GPU)
+    after = restarted(before)
+    hangs = Gap("gpu_temp_c", GPU, Why.HUNG, "nvmlDeviceGetTemperature has not returned", T0)
+    one = (GpuFacts(GPU, 0, "H200", "0000:0b:00"),)
+
+    changes = [c for at in range(100, 900, 5)
+               for c in step(after, at, Batch("nvml", T0 + at, 2.0, (hangs,), gpus=one, error="it hangs"))]
+
+    assert changes == []
+    assert [a.subject for a in after.book.alerts.values() if a.state == "firing"] == [OTHER_GPU]
+
+
+def test_an_alert_that_closes_with_its_gpu_still_names_its_index() -> None:
+    """A card that was taken out: people know GPU 3, not a UUID of 40 letters that pushes the words out of the title."""
+    uuid = "GPU-8f6a1a3c-3a11-7be0-9a5e-0d6f6b1f2c3d"
+    here = node("gpu-temperature", targets=())
+    for at in range(0, 60, 5):
+        step(here, at, gpus(at, {OTHER_GPU: 60.0, uuid: 91.0}))
+    changes = [c for at in range(60, 700, 5) for c in step(here, at, gpus(at, {OTHER_GPU: 60.0}))]
+
+    (closed,) = [here.message(c.alert, c.at, c.why) for c in changes]
+
+    assert closed.annotations["summary"] == ("gpu-temperature 91 °C, limit 85 °C: GPU 1 on gpu-17, "
+                                             "closed after 10.5 min: subject removed")  # at 30 s, until 660 s
+    assert "GPU 1 (" + uuid in closed.annotations["description"]
+
+
+def test_a_target_that_was_never_understood_says_what_it_answers() -> None:
+    """It serves a web page since the first read: every required number has a row, with the reason of its read."""
+    here = node()
+    why = "/metrics of http://127.0.0.1:8000 fails: this is HTML, no metrics page"
+    told = (Sample("down", "llama", 0.0, T0), *(Gap(name, "llama", Why.BAD_PAGE, why, T0) for name in
+            ("waiting", "ttft", "kv_usage", "preemptions", "itl", "finished", "http")))
+
+    step(here, 0, Batch("engine:llama", T0, 0.01, told, EngineFacts("llama", ()), error=why))
+
+    for rule in ("queue-age", "kv-cache-utilization", "preemptions", "ttft-p99", "itl-p99", "error-burn-fast"):
+        assert (row(here, rule)["state"], row(here, rule)["why"]) == ("UNKNOWN", why), rule
+    assert here.check()["verdict"] == "unknown"
+
+
 def test_a_machine_without_gpus_forgets_those_that_it_had() -> None:
     """The cards were taken out while Tocsin was down: NVML says that there is none."""
     before = node("gpu-temperature", targets=())
