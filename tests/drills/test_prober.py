@@ -742,8 +742,8 @@ def test_late_sending_is_told_in_its_second() -> None:
 @pytest.mark.heavy
 def test_a_hundred_a_second_of_a_hundred_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The load that the largest drill asks for: kept, told, and without memory growing with the requests."""
-    command = [sys.executable, "-m", "tests.drills.openai_server", "--chunks", "100", "--pace", "0.01"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
+    command = [sys.executable, "-m", "tests.drills.fast_stream", "100", "0.01"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         url = server.stdout.readline().strip()
         with prober.start(Load(url=url, model="tiny", rate_per_s=100.0), tmp_path) as running:
@@ -753,7 +753,6 @@ def test_a_hundred_a_second_of_a_hundred_chunks(tmp_path: Path, capsys: pytest.C
             wait_until(lambda: running.latest["asked"] >= 1300, timeout_s=20)
             late_kib, cores = memory_kib(running.pid), (cpu_s(running.pid) - early) / (time.monotonic() - start)
             last = running.stop()
-        server.terminate()
 
     requests = running.requests()
     late_s = sorted(r.late_s for r in requests)
@@ -766,7 +765,7 @@ def test_a_hundred_a_second_of_a_hundred_chunks(tmp_path: Path, capsys: pytest.C
     assert last["outcomes"] == {"ok": len(requests)}
     assert last["sent"] >= 0.99 * last["asked"]
     assert {r.chunks for r in requests} == {100}
-    assert late_s[int(0.99 * len(late_s))] < prober.TOO_LATE_S
+    assert late_s[int(0.99 * len(late_s))] < 0.25  # 0.01 to 0.03 on two cores that others use
     assert late_kib < 96 * 1024
     assert late_kib - early_kib < 8 * 1024
 
