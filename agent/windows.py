@@ -306,6 +306,15 @@ def only_coarse(row: Row) -> Row:
     return Row(row.track, "coarse", row.at, tuple(compress(row.keys, kept)), array("d", compress(row.values, kept)))
 
 
+def tells_less(row: Row, last: Row) -> bool:
+    """Something that is kept for days was told by the last read, and is not by this one."""
+    if row.keys == last.keys and not math.isnan(sum(row.values)):
+        return False
+    told = {key for key, value in zip(row.keys, row.values, strict=True) if not math.isnan(value)}
+    return any(is_coarse(key) and key not in told and not math.isnan(value)
+               for key, value in zip(last.keys, last.values, strict=True))
+
+
 _KEY_OF = itemgetter(*map(Sample._fields.index, ("name", "subject", "key")))  # of a Sample
 
 
@@ -390,10 +399,11 @@ class Windows:
     def _thin_out(self, row: Row, *, broken: bool) -> None:
         """A row a minute, and the two around a break.
 
-        Around a restart, else what rose just before a crash would be lost; around a step back of the clock, so that
-        both tracks move alike, also when they are restored.
+        Around a restart and where a series is told no more, else what rose just before would be lost; around a step
+        back of the clock, so that both tracks move alike, also when they are restored.
         """
         track, last = self.coarse.get(row.track), self._kept.get(row.track)
+        broken = broken or (last is not None and tells_less(row, last))
         self._keep(row)
         if track is None or not broken:
             due = [row] if track is None or row.at - track.times[-1] >= COARSE_EVERY_S - 0.5 else []
@@ -559,13 +569,19 @@ class Windows:
         if track is None or None in columns:
             return
         told = [c for c in columns if c is not None]
-        for i in range(len(track.times) - 1, -1, -1):
-            row = tuple(column[i] for column in told)
+        for row in zip(reversed(track.times), *map(reversed, told), strict=True):
             if not any(map(math.isnan, row)):
-                yield (track.times[i], *row)
+                yield row
 
     def moved_at(self, subject: str, name: str, since: float, key: str = "") -> float | None:
         """When a series last told another number than before, not looking back beyond `since`; None: it did not."""
+        track = self.track_of(subject, name)
+        column = None if track is None else track.columns.get((name, subject, key))
+        if track is None or column is None:
+            return None
+        recent = column[bisect_left(track.times, since):]
+        if not recent or recent.count(recent[-1]) == len(recent):  # nothing moved, and C has seen to it
+            return None
         later: tuple[float, ...] | None = None
         for row in self.backward(subject, (name, key)):
             if row[0] < since:

@@ -507,3 +507,20 @@ def test_a_series_told_twice_in_one_read_counts_with_its_second_word() -> None:
         windows.ingest(Batch("engine:e", T0 + at, 0.0, tuple(
             Sample("finished", "e", value, T0 + at, "stop") for value in (1.0, 3.0 + at))))
     assert rise(windows, 0, name="finished", key="stop") == 5
+
+
+@given(st.lists(st.tuples(st.sampled_from([5.0, 5.0, 60.0, 900.0, 8000.0, 90000.0]), st.integers(1, 30),
+                          st.sampled_from([None, 0.0, 1.0, 3.0]), st.booleans()), min_size=1, max_size=12))
+def test_what_is_in_a_window_is_in_every_longer_one(spells: list[tuple[float, int, float | None, bool]]) -> None:
+    """No error in three days is no error in an hour: burn rates count the longest window first, and stop at nothing."""
+    windows, at, total = Windows(5.0), 0.0, 7.0
+    for every_s, reads, growth, restarts in spells:
+        total = 0.0 if restarts else total
+        for _ in range(reads):
+            at += every_s
+            total += growth or 0.0
+            read(windows, at, "e", {"waiting": 0.0, **({} if growth is None else {"finished.error": total})})
+    rose = [rise(windows, at - span_s, name="finished", key="error")
+            for span_s in (60, 300, 1800, HOUR, 2 * HOUR, 6 * HOUR, DAY, 3 * DAY)]
+    any_rise = [rose_by > 0 for rose_by in rose]
+    assert any_rise == sorted(any_rise)
