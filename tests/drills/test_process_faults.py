@@ -55,7 +55,11 @@ def held(tmp_path: Path, plan: Plan, deadline_s: float = 20.0) -> Holder:
     folder, ledger = new_run(tmp_path / "runs", plan)
     started = arm(folder, ledger, plan, deadline_s)
     ledger.close()
-    started.inject(5.0)
+    try:
+        started.inject(5.0)
+    except HolderError:
+        assert started.revert(5.0) == []
+        raise
     return started
 
 
