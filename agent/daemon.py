@@ -25,7 +25,7 @@ from agent.config import Config, load_all, slo_for, target_name, without_functio
 from agent.loop import Agent, Collector
 from agent.model import Rule, Source
 from agent.node import Node, Setup
-from agent.notifiers import Needs, build_channels
+from agent.notifiers import Needs, build_channels, channel_names
 from agent.outbox import Outbox
 from agent.signals import CATALOGUE, Target
 from agent.sources.engine import EngineSource
@@ -41,6 +41,7 @@ STOP_WITHIN_S = 4.0
 OUTBOX_STOP_S = 1.0
 SIGNALS_OBEYED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 DATABASE = "tocsin.db"
+CHANNELS = "channels"  # which channel has which name: its debts are kept by that
 
 
 def setup_of(config: Config, rules: Sequence[Rule], *, clip_windows: bool = False) -> Setup:
@@ -82,10 +83,13 @@ def build(config: Config, rules: RuleSet) -> Agent:
     agent = Agent(Node(setup_of(config, rules.rules)), Collector(sources_of(config, shapes)), store,
                   notes=[*without_function(config), *rules.notes])
     agent.restore()
-    routes, missing = build_channels(config, Needs(agent.firing, agent.healthy, config.external_url))
+    names = channel_names(config, store.meta(CHANNELS) or {})
+    routes, missing = build_channels(config, Needs(agent.firing, agent.healthy, config.external_url), names)
     agent.notes += missing
     agent.routes = routes
     agent.outbox = Outbox(store, [route.channel for route in routes], time.time)
+    agent.outbox.give_up_unknown()
+    store.set_meta(CHANNELS, names)  # after that: a name that is free may be given anew
     return agent
 
 

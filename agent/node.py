@@ -113,7 +113,7 @@ class Node:
             self.gpus[gpu.uuid] = gpu
             self.gpu_seen_at[gpu.uuid] = batch.at
             self.learned.gpus[gpu.uuid] = {k: v for k, v in asdict(gpu).items() if k not in ("found", "uuid")}
-        if batch.gpus is not None and batch.error is None:  # () says that there is none; a read that failed says nothing
+        if batch.gpus is not None and batch.error is None:  # () says that there is none, a failed read says nothing
             for uuid in [u for u in self.gpus if batch.at - self.gpu_seen_at.setdefault(u, batch.at) > GONE_S]:
                 self._forget_gpu(uuid)
 

@@ -56,14 +56,17 @@ class Outbox:
         self.workers = [Worker(store, channel, clock, dice) for channel in channels]
         self._threads: list[threading.Thread] = []
 
-    def start(self) -> None:
-        """Begin; what a channel that is no longer configured was owed is given up, aloud."""
+    def give_up_unknown(self) -> None:
+        """What a channel that is no longer configured was owed is given up, aloud."""
         known = {worker.name for worker in self.workers}
         for name in self._store.outbox_counts().keys() - known:
             for notice in self._store.owed(name):
                 why = f"{name} is no longer configured"
                 self._store.notice_rejected(notice.id, self._clock(), why)
                 log.warning("notice_given_up", channel=name, alert=notice.message.key, why=why)
+
+    def start(self) -> None:
+        """Begin."""
         for worker in self.workers:
             thread = threading.Thread(target=worker.run, name=f"outbox-{worker.name}", daemon=True)
             thread.start()
@@ -88,11 +91,6 @@ class Outbox:
         """How each channel does."""
         now = self._clock()
         return {worker.name: worker.status(now) for worker in self.workers}
-
-    def delivery_counts(self) -> dict[str, dict[str, int]]:
-        """How many deliveries there were in this process: channel -> outcome -> number."""
-        outcomes = ("delivered", "rejected", "retried")
-        return {name: {k: getattr(status, k) for k in outcomes} for name, status in self.status().items()}
 
     def problems(self) -> list[str]:
         """What a person should look at, a sentence each, for /healthz."""

@@ -18,8 +18,11 @@ from typing import Any
 import pytest
 
 from agent import client
-from agent.config import Config, EngineConfig
-from agent.daemon import DATABASE, setup_of, sources_of
+from agent.config import Config, EngineConfig, load_all
+from agent.daemon import DATABASE, build, setup_of, sources_of
+from agent.model import AlertMessage, Book
+from agent.notifiers import owed_to
+from agent.signals import CATALOGUE
 from agent.store import Store
 from tests.agent_process import ROOT, AgentProcess
 from tests.page_server import PageServer
@@ -365,6 +368,32 @@ def test_what_was_owed_at_a_kill_is_delivered_by_the_next_process(tmp_path: Path
             stop(agent)
 
     assert receiver.alerts().count(("firing", "KvCacheUtilization")) == 1
+
+
+def test_a_channel_that_is_taken_out_costs_the_others_no_page(tmp_path: Path) -> None:
+    """Two webhooks are each owed a page; the first is removed and SIGHUP sent: the second still gets its own."""
+    with Receiver() as first, Receiver() as second:
+        hooks = [{"webhook": {"url": first.url}}, {"webhook": {"url": second.url}}]
+        page = AlertMessage("n/r/s", "firing", "page", {"alertname": "R"}, {}, 1.0)
+        path = tmp_path / "tocsin.yaml"
+        for notify in (hooks, hooks[1:]):
+            path.write_text(json.dumps({**QUIET, "state_dir": str(tmp_path), "notify": notify}))
+            agent = build(*load_all(path, {}, CATALOGUE))
+            if notify is hooks:
+                agent.store.commit_tick(1.0, Book(), (), owed_to(agent.routes, [page]))
+                agent.store.close()
+        assert agent.outbox is not None
+        agent.outbox.start()
+        second.wait_for(1)
+        wait_until(lambda: agent.store.outbox_counts()["webhook-2"].get("delivered") == 1)
+        agent.outbox.stop(2.0)
+        agent.collector.stop()
+        counts = agent.store.outbox_counts()
+        agent.store.close()
+
+    assert second.alerts() == [("firing", "R")]
+    assert first.arrivals == []
+    assert counts == {"webhook": {"pending": 0, "rejected": 1}, "webhook-2": {"pending": 0, "delivered": 1}}
 
 
 # --- how it is put together -------------------------------------------------------------------------------------------

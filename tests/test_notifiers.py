@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import socket
 import ssl
 import subprocess
@@ -18,7 +19,7 @@ import structlog
 
 from agent.config import load_config
 from agent.model import AlertMessage, Book, Notice, Rejected, TryLater
-from agent.notifiers import NOTIFIERS, Needs, build_channels, owed_to
+from agent.notifiers import NOTIFIERS, Needs, build_channels, channel_names, owed_to
 from agent.notifiers import channel as channel_module
 from agent.notifiers.alertmanager import Alertmanager
 from agent.notifiers.channel import (
@@ -580,7 +581,8 @@ notify:
   - heartbeat: {{url_env: NO_SUCH_VARIABLE, every: 1m}}
   - pagerduty: {{routing_key_file: /run/secrets/pagerduty}}
 """
-    routes, missing = build_channels(config_of(tmp_path, text), Needs(list, lambda: True))
+    config = config_of(tmp_path, text)
+    routes, missing = build_channels(config, Needs(list, lambda: True), channel_names(config, {}))
     assert [route.channel.name for route in routes] == ["alertmanager", "webhook", "webhook-2", "heartbeat"]
     assert (routes[0].channel.min_visible_s, routes[0].channel.batch) == (10.0, 64)
     (sentence,) = missing
@@ -599,6 +601,44 @@ notify:
     secret.write_text("")
     with pytest.raises(TryLater, match=f"{secret} is empty"):
         routes[2].channel.send([notice(page)], NOW)
+
+
+A, B, C = '{webhook: {url: "http://a/"}}', '{webhook: {url: "http://b/"}}', '{webhook: {url_file: /c}}'
+BEAT, ALERTMANAGER = '{heartbeat: {url: "http://d/"}}', '{alertmanager: {urls: ["http://e"]}}'
+AGAIN = '{webhook: {url: "http://a/"}, match: {severity: [ticket]}}'
+
+
+@pytest.mark.parametrize(("story", "before", "after", "want"), [
+    ("the first is taken out", [A, B], [B], ["webhook-2"]),
+    ("they change places", [A, B], [B, A], ["webhook-2", "webhook"]),
+    ("one is put before it", [B], [A, B], ["webhook-2", "webhook"]),
+    ("another kind stands between", [A, B], [BEAT, A, ALERTMANAGER, B],
+     ["heartbeat", "webhook", "alertmanager", "webhook-2"]),
+    ("one address is mended", [A, B], [A, C], ["webhook", "webhook-2"]),
+    ("two are replaced: nobody can say which by which", [A, B], [C, AGAIN.replace("a/", "x/")],
+     ["webhook-3", "webhook-4"]),
+    ("how often a heart beats is not who it is", [BEAT], [BEAT.replace("}}", ", every: 5s}}")], ["heartbeat"]),
+    ("one receiver, told twice", [A, AGAIN], [A, AGAIN], ["webhook", "webhook-2"]),
+    ("one goes, one of another kind comes", [A], [BEAT], ["heartbeat"]),
+])
+def test_a_channel_keeps_its_name_whatever_else_is_configured(
+    tmp_path: Path, story: str, before: list[str], after: list[str], want: list[str]
+) -> None:
+    """Pages are owed by name: a line taken out of `notify` must not send another's page to the wrong receiver."""
+    old, new = (config_of(tmp_path, f"notify: [{', '.join(items)}]\n") for items in (before, after))
+
+    names = channel_names(new, channel_names(old, {}))
+
+    assert set(names.values()) == set(want), story
+    routes, _ = build_channels(new, Needs(list, lambda: True), names)
+    assert [route.channel.name for route in routes] == want, story
+
+
+def test_a_channels_identity_tells_no_secret(tmp_path: Path) -> None:
+    """It is kept in the database, and the address of a webhook is its credential."""
+    config = config_of(tmp_path, 'notify: [{webhook: {url: "http://a/services/SECRETPART"}}]\n')
+    (identity,) = channel_names(config, {})
+    assert re.fullmatch("[0-9a-f]{64}", identity)
 
 
 def test_the_table_names_what_there_is() -> None:

@@ -323,9 +323,7 @@ def test_a_hanging_channel_does_not_hold_the_others(store: Store) -> None:
 def test_a_channel_that_was_removed_is_owed_nothing(store: Store) -> None:
     """Its notices would have stayed in the outbox for ever; they are given up aloud, with the reason."""
     owe(store, 1000.0, message("a"), channel="old-webhook")
-    outbox = Outbox(store, [], Clock())
-    outbox.start()
-    outbox.stop(1.0)
+    Outbox(store, [], Clock()).give_up_unknown()
     assert store.outbox_counts() == {"old-webhook": {"pending": 0, "rejected": 1}}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +15,6 @@ from agent.config import (
     NotifyConfig,
     SecretUnreadable,
     WebhookConfig,
-    channels,
     read_secret,
 )
 from agent.model import AlertMessage, Severity, TryLater
@@ -22,7 +23,7 @@ from agent.notifiers.channel import Channel
 from agent.notifiers.heartbeat import Heartbeat
 from agent.notifiers.webhook import Webhook
 
-__all__ = ["NOTIFIERS", "Channel", "Needs", "Route", "build_channels", "owed_to"]
+__all__ = ["NOTIFIERS", "Channel", "Needs", "Route", "build_channels", "channel_names", "owed_to"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,48 @@ NOTIFIERS: Mapping[ChannelKind, Build] = {
     "webhook": _webhook,
     "heartbeat": _heartbeat,
 }
+NO_ADDRESS = frozenset({"resend", "min_visible", "every"})  # keys of a channel that say how, not where
 
 
-def build_channels(config: Config, needs: Needs) -> tuple[list[Route], list[str]]:
-    """Every configured channel; and a sentence for each one that this version cannot speak to."""
+def channel_names(config: Config, known: Mapping[str, str]) -> dict[str, str]:
+    """What each configured channel is called, by its identity; `known` is what this returned last time.
+
+    Notices are owed by name, so a name must stay with its receiver whatever is written before or after it. One that is
+    new takes the first free name of its kind, never one that was in use until now: it would inherit another's debts.
+    But where of a kind one is gone and one is new, its address was mended, and what is owed goes there.
+    """
+    wanted = {identity: item.kind for identity, item in _identities(config)}
+    names = {identity: name for identity, name in known.items() if identity in wanted}
+    taken = set(known.values())
+    for identity, kind in wanted.items():
+        if identity in names:
+            continue
+        gone = [name for other, name in known.items() if other not in wanted and name.partition("-")[0] == kind]
+        new = [other for other, of in wanted.items() if of == kind and other not in known]
+        free = (f"{kind}-{n}" if n > 1 else kind for n in range(1, len(taken) + 2))
+        names[identity] = gone[0] if len(gone) == len(new) == 1 else next(name for name in free if name not in taken)
+        taken.add(names[identity])
+    return names
+
+
+def _identities(config: Config) -> list[tuple[str, NotifyConfig]]:
+    """Each channel with what it is known by: a digest of its kind and addresses, since an address may be a secret."""
+    found: list[tuple[str, NotifyConfig]] = []
+    for item in config.notify:
+        channel = getattr(item, item.kind)
+        places = [getattr(channel, name) for name in channel.__struct_fields__ if name not in NO_ADDRESS]
+        digest = hashlib.sha256(json.dumps([item.kind, *places], default=str).encode()).hexdigest()
+        again = sum(identity.startswith(digest) for identity, _ in found)  # one receiver, told of several severities
+        found.append((f"{digest}/{again}" if again else digest, item))
+    return found
+
+
+def build_channels(config: Config, needs: Needs, names: Mapping[str, str]) -> tuple[list[Route], list[str]]:
+    """Every configured channel by its name; and a sentence for each one that this version cannot speak to."""
     routes: list[Route] = []
     missing: list[str] = []
-    for name, item in channels(config):
+    for identity, item in _identities(config):
+        name = names[identity]
         build = NOTIFIERS.get(item.kind)
         if build is None:
             known = ", ".join(NOTIFIERS)
