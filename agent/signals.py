@@ -661,11 +661,13 @@ def qps_change(ask: Ask) -> Signal:
     span_s = ask.window_s()
     current = arrivals(ask, ask.now - span_s, ask.now)
     before_s, day_s = 1800.0, 86400.0
-    expected = {"30 min before": arrivals(ask, ask.now - span_s - before_s, ask.now - span_s) * span_s / before_s}
     assert ask.target is not None  # noqa: S101
     first = ask.target.engines[0]
-    if ask.windows.watched_s(first, "ttft", ask.now - span_s - before_s) < HALF * before_s:
+    start, track = ask.now - span_s - before_s, ask.windows.track_of(first, "ttft")
+    if track is None or ask.windows.watched_s(first, "ttft", start) < HALF * before_s:
         return ask.idle("learning the usual rate")
+    began = max(start, track.times[0])  # a young agent was told of less than the 30 min
+    expected = {"30 min before": arrivals(ask, began, ask.now - span_s) * span_s / (ask.now - span_s - began)}
     if ask.windows.watched_s(first, "ttft", ask.now - day_s - before_s / 2) > day_s * 0.9:
         middle = ask.now - day_s
         expected["yesterday"] = arrivals(ask, middle - before_s / 2, middle + before_s / 2) * span_s / before_s

@@ -664,10 +664,18 @@ def test_requests_that_only_queue_have_arrived_too() -> None:
     assert at_end(windows, "qps-change", 2400).value == pytest.approx(0.0)
 
 
+@pytest.mark.parametrize("age_s", [905, 1200, 1500, 1860, 2400])
+def test_steady_traffic_under_a_fresh_agent_has_not_changed(age_s: int) -> None:
+    """2 a second since it was started 15 to 40 min ago: 120 expected in the minute, whatever it has seen before."""
+    got = at_end(arrivals(lambda _: 2.0, age_s), "qps-change", age_s)
+    assert got.evidence["30 min before"] == pytest.approx(120)
+    assert got.value == pytest.approx(0)
+
+
 def test_traffic_is_not_judged_where_little_is_known() -> None:
     """Under 100 expected, under 15 min watched, under 15 min after a restart."""
     assert at_end(arrivals(lambda _: 1.0, 2400), "qps-change", 2400).state == "idle"
-    assert at_end(arrivals(lambda _: 2.0, 900), "qps-change", 900).state == "idle"
+    assert at_end(arrivals(lambda _: 2.0, 890), "qps-change", 890).state == "idle"
     for restarted_s, want in ((1600, "idle"), (1400, "value")):
         windows = Windows(5.0)
         for at in times(0, 2400):
