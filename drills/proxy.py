@@ -235,6 +235,11 @@ class Connection:
     masks: dict[socket.socket, int] = field(default_factory=dict)
 
     @property
+    def hangs(self) -> bool:
+        """Nothing goes to the client any more while the fault is in."""
+        return bool(self.down.queue) and self.down.queue[0].release_at == math.inf
+
+    @property
     def idle(self) -> bool:
         """Nothing is asked, nothing is on its way."""
         return not (self.shaper.awaiting or self.up.queue or self.down.queue or self.head)
@@ -431,7 +436,8 @@ class Proxy:
         except OSError:
             self._close(connection, _reset)
             return
-        if connection.up.passed_end and connection.down.passed_end:
+        if connection.up.passed_end and (connection.down.passed_end or connection.hangs):
+            # Whoever hangs up on a hanging answer is gone: kept, each would cost us two descriptors until the end.
             self._close(connection, socket.socket.close)
         elif not connection.closed:
             self._watch(connection)
@@ -599,7 +605,8 @@ class Proxy:
 
     def _end(self) -> None:
         for connection in list(self._connections):
-            self._close(connection, socket.socket.close)
+            # A reset arrives whatever is queued; an end behind data that waits would come when nobody translates it.
+            self._close(connection, socket.socket.close if connection.idle else _reset)
         if self._listener is not None:
             self._listener.close()
         self._selector.close()

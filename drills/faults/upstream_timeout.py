@@ -96,8 +96,8 @@ class UpstreamTimeout:
                     "the table lives as long as this pipe, whose only writer is the holder: the proxy",
                 ),
                 Command(
-                    nft.typed(place, "ss", "-K", "-tn", "state", "established", listing(port, remote)),
-                    "each second; narrowed to the idle connections of before, until none is left",
+                    nft.typed(place, "ss", "-tnOi", "state", "established", listing(port, remote)),
+                    "each second: connections of before; the idle ones are ended, by `ss -K src A:P dst B:Q` each",
                 ),
             ],
             undo=[

@@ -29,6 +29,7 @@ from tests.drills.netns import NEEDS, Lab, Netns, ask, lab, says
 from tests.needs import need
 
 PORT = 8000
+PACE_S = 0.05  # of a client after each answer or error
 RUN = "slow-answers-20261129T220000Z-0a1b"
 CLIENT, ENGINE, CLIENT6, ENGINE6 = "10.77.0.1", "10.77.0.2", "fd77::1", "fd77::2"
 
@@ -299,6 +300,17 @@ def at_once(*calls: Callable[[], Answer]) -> list[Answer]:
     return [answers[n] for n in range(len(calls))]
 
 
+def late(answer: Answer, delay_s: float) -> bool:
+    """Whether an answer came that much later, or a little more: this machine may be busy."""
+    return delay_s <= answer.first_byte_s <= delay_s + 0.5
+
+
+def counted(held: upstream_timeout.Redirect, answers: int) -> Mapping[str, Any]:
+    """The proxy's log once it has counted so many: it counts when it has sent."""
+    until(lambda: held.sample()["answers"] == answers)
+    return held.sample()
+
+
 def until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
     """Wait for something to be so."""
     end = time.monotonic() + limit_s
@@ -315,13 +327,13 @@ def test_every_way_to_the_engine_is_delayed(scene: Scene) -> None:
     plan = scene.plan({"delay_s": 1.0})
     with scene.fault(plan) as held:
         answers = at_once(*(partial(get_new, *way, "/stream?3") for way in ways))
-        log = held.sample()
+        log = counted(held, 6)
 
-    assert all(1.0 <= answer.first_byte_s <= 1.2 for answer in answers), answers
+    assert all(late(answer, 1.0) for answer in answers), answers
     assert {(answer.status, answer.body) for answer in answers} == {(200, "token00token01token02")}
-    assert (log["answers"], log["off"], log["redirected"], log["armed"]) == (6, 0, 6, True)
+    assert (log["redirected"], log["armed"]) == (6, True)
     assert FAULT.proven(plan, [log])[0]
-    assert get_new(scene.client, ENGINE).first_byte_s < 0.2
+    assert get_new(scene.client, ENGINE).first_byte_s < 0.5
     assert any("this machine's address" in note for note in plan.notes)
     assert get_new(scene.client, ENGINE).body.endswith(CLIENT)
 
@@ -332,7 +344,7 @@ def test_five_seconds(scene: Scene) -> None:
     plan = scene.plan({"delay_s": 5.0})
     with scene.fault(plan) as held, dial(scene.client, ENGINE) as kept:
         took_s = [get(kept).first_byte_s for _ in range(2)]
-        log = held.sample()
+        log = counted(held, 2)
 
     assert all(4.8 <= each <= 5.2 for each in took_s), took_s
     assert 5.0 <= log["min_s"] <= log["max_s"] <= 5.2
@@ -355,10 +367,10 @@ def test_idle_connections_of_before_meet_the_fault_too(scene: Scene, address: st
                 get(idle)
             assert held.sample()["old_left"] == 1
             with dial(scene.client, address) as delayed:
-                assert 0.5 <= get(delayed).first_byte_s <= 0.7
+                assert late(get(delayed), 0.5)
                 time.sleep(2.5)  # idle as well, but ours
                 held.sample()
-                assert 0.5 <= get(delayed).first_byte_s <= 0.7
+                assert late(get(delayed), 0.5)
             stream.join()
             assert streamed[0].body.endswith("token58token59")
             until(lambda: held.sample()["old_left"] == 0)
@@ -373,8 +385,8 @@ def test_at_the_client_of_the_upstream(scene: Scene, address: str) -> None:
     with dial(scene.client, address) as idle:
         assert get(idle).status == 200
         with scene.fault(plan) as held:
-            assert 0.5 <= get_new(scene.client, address).first_byte_s <= 0.7
-            assert get_new(scene.engine, address).first_byte_s < 0.2
+            assert late(get_new(scene.client, address), 0.5)
+            assert get_new(scene.engine, address).first_byte_s < 0.5
             until(lambda: held.sample()["old_ended"] == 1)
             with pytest.raises(OSError, match=r"reset|abort|peer"):
                 get(idle)
@@ -419,7 +431,7 @@ def test_undo_lets_running_answers_end(scene: Scene) -> None:
     until(lambda: held.sample()["answers"] == 1)
     undo = threading.Thread(target=held.undo)
     undo.start()
-    until(lambda: get_new(scene.client, ENGINE).first_byte_s < 0.2, 0.5)  # new ones go straight at once
+    until(lambda: get_new(scene.client, ENGINE).first_byte_s < 0.3, 1.0)  # new ones go straight at once
     assert undo.is_alive()
     stream.join()
     undo.join()
@@ -448,26 +460,33 @@ def test_nobody_waits_for_a_drain_that_nobody_waits_for(scene: Scene) -> None:
 @pytest.mark.heavy
 def test_a_killed_proxy_takes_its_redirect_along(scene: Scene) -> None:
     """The proxy was killed and its redirect was not: every connection was refused until somebody came by."""
-    plan = scene.plan({"delay_s": 0.1})
+    plan = scene.plan({"delay_s": 1.0})
     words = [sys.executable, "-c", HOLDER, msgspec.json.encode(plan).decode()]
     holder = scene.net.start(scene.client, *words)  # elsewhere: it must find the engine's namespace by itself
     assert says(holder) == "in"
-    assert 0.1 <= get_new(scene.client, ENGINE).first_byte_s <= 0.3
-    assert json.loads(ask(holder, "sample"))["answers"] == 1
+    assert late(get_new(scene.client, ENGINE), 1.0)
+    until(lambda: json.loads(ask(holder, "sample"))["answers"] == 1)
     assert [one.command.split()[0] for one in FAULT.left(plan)] == ["kill"]
     results: list[str] = []
+
+    def ask_on() -> None:
+        while len(results) < 20:
+            try:
+                results.append("late" if get_new(scene.client, ENGINE).first_byte_s >= 1.0 else "ok")
+            except (OSError, http.client.HTTPException):
+                results.append("error")
+            time.sleep(PACE_S)
+
+    client = threading.Thread(target=ask_on)
     holder.send_signal(signal.SIGKILL)
     killed_at = time.monotonic()
-    while len(results) < 20:
-        try:
-            results.append("slow" if get_new(scene.client, ENGINE).first_byte_s >= 0.1 else "ok")
-        except (OSError, http.client.HTTPException):
-            results.append("error")
-        time.sleep(0.02)
+    client.start()
+    until(lambda: scene.rulesets() == scene.before, 1.0)
+    gone_s = time.monotonic() - killed_at  # 12 ms; more where the machine is busy
+    client.join()
 
-    assert results.count("error") <= 1, results
-    assert results[2:] == ["ok"] * 18, results
-    assert time.monotonic() - killed_at < 2.0
+    assert results.count("error") <= 1 + int(gone_s / PACE_S), (results, gone_s)
+    assert results[-15:] == ["ok"] * 15, results
     scene.is_clean(plan)
 
 
@@ -529,3 +548,46 @@ def test_a_dial_of_the_proxy_itself_is_refused(scene: Scene) -> None:
     with suppress(OSError):
         dial(scene.client, ENGINE, plan.facts["proxy_port"]).close()
         pytest.fail("it still listens")
+
+
+RUNNER = """
+import sys, time, msgspec
+from pathlib import Path
+from drills import holder
+from drills.ledger import Ledger
+from drills.model import Plan, State
+folder = Path(sys.argv[1])
+ledger = Ledger.create(folder, {"drill": "slow-answers"})
+ledger.write(State.ARMED, plan=msgspec.json.decode(sys.argv[2]))
+held = holder.start(folder, 60.0)
+held.inject(10.0)
+print(held.process_id.pid, flush=True)
+for line in sys.stdin:
+    print([one.what for one in held.revert(40.0)], flush=True)
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("ends", ["reverted", "runner killed", "holder killed", "both killed"])
+def test_with_the_real_holder(scene: Scene, tmp_path: Path, ends: str) -> None:
+    """The whole chain, ended in each way while a stream runs: after a second nothing of it is left."""
+    plan = scene.plan({"delay_s": 0.3})
+    words = [sys.executable, "-c", RUNNER, str(tmp_path / RUN), msgspec.json.encode(plan).decode()]
+    runner = scene.net.start(scene.client, *words)
+    holder_pid = int(says(runner))
+    assert len(FAULT.left(plan)) == 2  # the table; the holder that listens
+    with dial(scene.client, ENGINE) as sock:
+        sock.sendall(b"GET /stream?20 HTTP/1.1\r\nHost: engine\r\n\r\n")
+        assert sock.recv(1) == b"H"
+        if ends == "reverted":
+            assert ask(runner, "revert") == "[]"
+            got = b""
+            while not got.endswith(b"0\r\n\r\n"):
+                got += sock.recv(4096)
+        if ends in {"runner killed", "both killed"}:
+            runner.kill()
+        if ends in {"holder killed", "both killed"}:
+            os.kill(holder_pid, signal.SIGKILL)
+        until(lambda: FAULT.left(plan) == [] and scene.rulesets() == scene.before, 1.0)
+    assert get_new(scene.client, ENGINE).first_byte_s < 0.2
+    scene.is_clean(plan)
