@@ -1058,10 +1058,16 @@ CATALOGUE: Mapping[str, SignalSpec] = {name: spec for name, (spec, _) in SIGNALS
 
 def subjects(scene: Scene, spec: SignalSpec) -> list[str]:
     """The subjects that a signal is computed for."""
-    engines = [e for t in scene.targets.values() for e in t.engines]
-    groups = [e for t in scene.targets.values() if len(t.gpus) > 1 for e in t.engines]
-    return {"engine": engines, "target": list(scene.targets), "gpu": list(scene.gpus), "node": [scene.node],
-            "group": groups, "user": list(scene.users), "any": list(scene.told.get(spec.id, ()))}[spec.subject]
+    if spec.subject == "any":
+        return list(scene.told.get(spec.id, ()))
+    memo, key = scene.memo, ("subjects", spec.subject)
+    if key not in memo:
+        engines = [e for t in scene.targets.values() for e in t.engines]
+        groups = [e for t in scene.targets.values() if len(t.gpus) > 1 for e in t.engines]
+        memo[key] = {"engine": engines, "target": list(scene.targets), "gpu": list(scene.gpus), "node": [scene.node],
+                     "group": groups, "user": list(scene.users)}[spec.subject]
+    found: list[str] = memo[key]
+    return found
 
 
 def compute(scene: Scene, rules: list[Rule], resolved_at: Mapping[tuple[str, str], float],
