@@ -109,6 +109,7 @@ MAY_IMPORT: dict[str, Row] = {
         " drills.ledger drills.lock drills.model drills.targets",
         "concurrent http os pathlib requests",
     ),
+    "drills.schedule": Row("drills drills.cron drills.ledger drills.lock drills.model", WORLD),
     "drills.lock": Row("drills drills.ledger drills.model", "fcntl os pathlib"),
     "drills.proxy": Row("", WORLD),
     "drills.faults.upstream_timeout": Row(
@@ -147,6 +148,7 @@ CLOCK_READERS = {
     "agent.oneshot": "a check without a running agent",
     "agent.record": "stamps what it records",
     "agent.store": "names a damaged file that it moves aside",
+    "drills.schedule": "the timetable; its decisions are told the time",
     "drills.watch": "stamps what it sees while a drill runs",
 }
 CLOCK_CALLS = frozenset(
