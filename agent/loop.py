@@ -20,7 +20,7 @@ from agent.model import Alert, AlertMessage, Batch, Book, EngineFacts, Sample, S
 from agent.node import Node
 from agent.notifiers import Route, owed_to
 from agent.outbox import ChannelStatus, Outbox
-from agent.store import FrameRow, LayoutRow, NotSaved, Store
+from agent.store import FrameRow, LayoutRow, NotSaved, Store, StoreError
 from agent.web.metrics import SourceStat
 from agent.windows import COARSE_KEEP_S, LATE_INTERVALS, RAW_KEEP_S, Row, SeriesKey
 
@@ -108,9 +108,14 @@ class Collector:
         return batches
 
     def late_s(self) -> dict[str, float]:
-        """For how long each source has not answered; 0 where no read is under way."""
+        """For how long each source has not answered, or a call of it has not returned; 0 where all is done."""
         now = self._monotonic()
-        return {name: now - s.asked_at if s.reading else 0.0 for name, s in self.slots.items()}
+        found = {}
+        for name, slot in self.slots.items():
+            hung_s = slot.last.hung_s if slot.last is not None else 0.0
+            since_s = now - slot.answered_at if hung_s else 0.0
+            found[name] = max(now - slot.asked_at if slot.reading else 0.0, hung_s + since_s)
+        return found
 
     def stop(self) -> None:
         """Ask every thread to end; one that hangs in a driver call is left behind (it is a daemon thread)."""
@@ -178,10 +183,10 @@ class Agent:
                 notices = self._notices(transitions, now)
                 frames, layouts = self._frames(self.node.windows.unsaved())
                 learned = asdict(self.node.learned)
-            self._save(now, transitions, notices, frames, layouts, learned)
         except BaseException:
             self.node.book = before  # what was not handed over must happen again, or its page is lost
             raise
+        self._save(now, transitions, notices, frames, layouts, learned)  # from here on they are owed, whatever fails
         for change in transitions:
             log.info("transition", rule=change.alert.rule, subject=change.alert.subject, state=change.kind,
                      value=change.alert.value, limit=change.alert.limit, severity=change.alert.severity,
@@ -224,10 +229,13 @@ class Agent:
             self.store.commit_tick(now, self.node.book, transitions, notices, frames, layouts)
         except NotSaved as error:  # the store keeps what matters and writes it next time; pages go out all the same
             log.error("tick_not_saved", error=str(error))  # noqa: TRY400  (its text is the whole story)
-        self.store.set_meta("learned", learned)
-        if not 0 <= now - self._pruned_at <= PRUNE_EVERY_S:  # also when the clock has stepped back
-            self._pruned_at = now
-            self.store.prune(now, {"raw": RAW_KEEP_S, "coarse": COARSE_KEEP_S})
+        try:
+            self.store.set_meta("learned", learned)
+            if not 0 <= now - self._pruned_at <= PRUNE_EVERY_S:  # also when the clock has stepped back
+                self._pruned_at = now
+                self.store.prune(now, {"raw": RAW_KEEP_S, "coarse": COARSE_KEEP_S})
+        except StoreError as error:  # what matters is saved: the rest of the tick, and its pages, must not wait
+            log.error("store_not_kept", error=str(error))  # noqa: TRY400
 
     def run(self, alive: Callable[[], object]) -> None:
         """Tick every poll until stopped. `alive` feeds the watchdog: after each tick, and while the next is awaited."""
@@ -259,9 +267,15 @@ class Agent:
     # --- the View of agent.web.app ----------------------------------------------------------------------------------
 
     def check(self) -> dict[str, Any]:
-        """The contract's `check`, as of the last tick."""
+        """The contract's `check`, as of the last tick; where that is too long ago, nothing in it is still healthy."""
+        alive, tick = self.livez(self._clock())
         with self._lock:
-            return self.node.check()
+            since_s = 0.0 if self._tick_at is None else self._monotonic() - self._ticked_mono
+            answer = self.node.check(since_s)
+        if not alive:
+            answer["why"] = f"the agent no longer judges: {tick}; see /healthz and its log"
+            answer["verdict"] = "unknown" if answer["verdict"] == "healthy" else answer["verdict"]
+        return answer
 
     def alerts(self, include_resolved: bool) -> list[dict[str, Any]]:
         """The open alerts, then (if asked) the past ones, newest first."""

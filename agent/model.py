@@ -99,7 +99,10 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """All that one read of one source gave. `error` is set when the source as a whole failed."""
+    """All that one read of one source gave. `error` is set when the source as a whole failed.
+
+    `hung_s`: for how long a call of it has not returned that the read itself no longer waits for; 0: there is none.
+    """
 
     source: str
     at: float
@@ -108,6 +111,7 @@ class Batch:
     engine: EngineFacts | None = None
     gpus: tuple[GpuFacts, ...] | None = None
     error: str | None = None
+    hung_s: float = 0.0
 
 
 class Source(Protocol):

@@ -293,12 +293,12 @@ class Node:
 
     # --- telling ----------------------------------------------------------------------------------------------------
 
-    def check(self) -> dict[str, Any]:
-        """The contract of `tocsin check --json`."""
-        rows = [self._row(key, signal) for key, signal in self.signals.items()]
-        return {"verdict": verdict(rows), "node": self.setup.node, "at": self.scene.now, "signals": rows}
+    def check(self, since_s: float = 0.0) -> dict[str, Any]:
+        """The contract of `tocsin check --json`; the last step was `since_s` ago."""
+        rows = [self._row(key, signal, since_s) for key, signal in self.signals.items()]
+        return {"verdict": verdict(rows), "why": None, "node": self.setup.node, "at": self.scene.now, "signals": rows}
 
-    def _row(self, key: AlertKey, signal: Signal) -> dict[str, Any]:
+    def _row(self, key: AlertKey, signal: Signal, since_s: float) -> dict[str, Any]:
         rule, alert = self.rules[key[0]], self.book.alerts.get(key)
         unit = SIGNALS[rule.signal][0].unit
         limit = self.limit_of(rule, signal.subject)
@@ -306,7 +306,7 @@ class Node:
         return {
             "number": rule.number, "rule": rule.id, "signal": rule.signal, "subject": signal.subject, "state": state,
             "value": signal.value, "unit": unit, "limit": limit, "method": signal.method,
-            "age_s": round(max(0.0, self.scene.now - signal.at), 3), "why": signal.why or signal.quiet,
+            "age_s": round(max(0.0, self.scene.now - signal.at) + since_s, 3), "why": signal.why or signal.quiet,
             "severity": alert.severity if alert is not None else self.severity_of(rule, signal.subject),
             "required": rule.required, "evidence": dict(signal.evidence), "action": rule.action,
             "text": words.what(signal, unit) if signal.state in ("value", "idle") else "",

@@ -164,6 +164,8 @@ def verdict_line(answer: Answer) -> str:
     loud = sorted((s for s in signals if s["state"] in LOUD), key=_loudest_first)
     unknown = [s for s in signals if s["state"] == "UNKNOWN"]
     word = str(verdict).upper()
+    if verdict == "unknown" and answer.get("why"):
+        return f"{word}: {clean(answer['why'])}"
     if verdict in ("page", "ticket") and loud:
         return f"{word}: {_sentence(loud[0])}{_and_more(len(loud) - 1, 'out of range')}"
     if verdict == "unknown" and all(s["state"] in ("IDLE", "N/A") for s in signals):
@@ -195,6 +197,7 @@ def check_report(answer: Answer, *, show_all: bool) -> Report:
     looked = answer.get("looked_for") or ()
     report += [f"Looked for {clean(what)}" for what in looked]
     report.append(verdict_line(answer))
+    report += [f"Mind: {clean(answer['why'])}"] if answer.get("why") and answer["verdict"] != "unknown" else []
     loud = sorted((s for s in signals if s["state"] in LOUD), key=_loudest_first)
     if loud and loud[0].get("action"):
         report.append(f"Do: {clean(loud[0]['action'])}")

@@ -19,8 +19,9 @@ from agent.node import Node, Setup
 from agent.notifiers import Channel, Route
 from agent.notifiers.webhook import Webhook
 from agent.outbox import Outbox
+from agent.show import check_report
 from agent.signals import CATALOGUE, Target
-from agent.store import Store
+from agent.store import Store, StoreError
 from agent.web.app import PRIVATE, make_app
 from agent.web.server import serve_unix
 from rules import severity_of
@@ -443,6 +444,41 @@ def test_a_fault_of_ours_in_a_tick_loses_no_page(life: Life) -> None:
     assert calls
 
 
+def test_what_fails_after_the_commit_pages_nobody_twice(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The database broke between the commit and the cleaning up: the page is owed once, and the tick is whole."""
+    life.rules = ("gpu-temperature",)
+    agent = life.start(Scripted("nvml", hot), channels=[hook()])
+
+    def broken(*_: Any) -> None:
+        raise StoreError("cannot be read")
+
+    monkeypatch.setattr(agent.store, "prune", broken)
+    monkeypatch.setattr("agent.loop.PRUNE_EVERY_S", 0.0)
+    life.tick(12)
+
+    assert life.fired() == [("gpu-temperature", "GPU-8f6a")]
+    assert len(agent.store.owed("webhook")) == 1
+
+
+def test_a_row_that_the_database_refuses_pages_nobody_twice(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notice is owed in memory before anything is written: judged again, it would be owed again."""
+    life.rules = ("gpu-temperature",)
+    agent = life.start(Scripted("nvml", hot), channels=[hook()])
+    life.tick(6)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise sqlite3.InterfaceError("bad parameter")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(agent.store, "_write", broken)
+        with pytest.raises(sqlite3.InterfaceError):
+            life.tick()
+    life.tick(3)
+
+    assert len(agent.store.owed("webhook")) == 1
+    assert len(agent.firing()) == 1
+
+
 def test_the_loop_outlives_a_tick_that_fails_but_does_not_call_itself_alive(life: Life) -> None:
     """It goes on ticking and names the fault; the watchdog is fed only while ticks succeed."""
     agent = life.start(Scripted("nvml", hot))
@@ -509,6 +545,22 @@ def test_livez_goes_by_the_ticks_alone(life: Life) -> None:
     assert agent.livez(0.0)[0]
 
 
+def test_a_check_is_not_healthy_once_the_agent_has_stopped_judging(life: Life) -> None:
+    """The tick hangs on a disk: what it last saw is shown with its true age, and is no verdict any more."""
+    life.rules = ("kv-cache-utilization",)
+    agent = life.start(Scripted("engine:llama", engine({"kv_usage": 0.5})))
+    life.tick(2)
+    assert (agent.check()["verdict"], agent.check()["why"]) == ("healthy", None)
+
+    life.clocks.go(95)
+    told = agent.check()
+
+    assert told["verdict"] == "unknown"
+    assert told["why"] == ("the agent no longer judges: last tick 95.0 s ago (limit 30 s); see /healthz and its log")
+    assert [s["age_s"] for s in told["signals"]] == [95.0]
+    assert check_report(told, show_all=False)[-1] == f"UNKNOWN: {told['why']}"
+
+
 def test_healthz_names_every_broken_part(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failing source, a hanging one, a channel that cannot deliver, and each signal that is not told, with why."""
     monkeypatch.setattr("agent.loop.GRACE_S", 0.3)
@@ -560,6 +612,28 @@ def test_a_source_that_is_late_raises_the_watcher(life: Life, monkeypatch: pytes
     assert told.annotations["summary"] == "watcher no answer for 15 s: source:nvml on gpu-17, 0 s"
     assert agent.alerts(False) == []
     assert [(a["state"], a["subject"]) for a in agent.alerts(True)] == [("resolved", "source:nvml")]
+
+
+def test_a_call_into_the_driver_that_hangs_raises_the_watcher(life: Life) -> None:
+    """NVML gives each read back at its deadline, with Gaps: never late, yet nobody would be told that it hangs."""
+    life.rules = ("watcher",)
+    since: list[float] = []
+
+    def read(now: float) -> Batch:
+        since.append(now)
+        return Batch("nvml", now, 2.0, error="nvmlDeviceGetTemperature has not returned", hung_s=2.0 + now - since[0])
+
+    source = Scripted("nvml", read)
+    agent = life.start(source)
+    life.tick(3)
+    assert life.fired() == []  # 12 s
+    life.tick()
+    assert life.fired() == [("watcher", "source:nvml")]  # 17 s
+    assert "source nvml: no answer for 17 s" in agent.healthz()[1]["problems"]
+
+    source.play = nothing("nvml")
+    life.tick(14)
+    assert agent.alerts(False) == []
 
 
 def test_a_channel_that_fails_for_5_minutes_raises_the_watcher(life: Life) -> None:

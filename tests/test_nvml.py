@@ -485,10 +485,12 @@ def test_a_call_that_hangs(start: Start) -> None:
     assert {code for seen in later for i in range(3) for code in seen.codes(i)} == {"hung"}
     assert later_s < 1.0
     assert reader.calls("nvmlDeviceGetTemperatureV", 2) == before
+    assert 0.25 < first.batch.hung_s < later[-1].batch.hung_s < first_s + later_s + 1.0
 
     reader.play(node({}, {}, {}))  # it returns
     until(lambda: reader.read().batch.error is None)
     assert reader.read().codes(2) == {"value"}
+    assert reader.read().batch.hung_s == 0.0
 
 
 def test_a_gpu_that_hung_is_read_last(start: Start) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -88,12 +89,14 @@ class _Worker:
         """Nobody waits for this job, or the one that it stands behind, any more."""
         (self._running or job).abandoned = True
 
-    def hangs_at(self) -> str:
+    def hangs_at(self) -> tuple[str, float]:
+        """The call that has not returned, in words, and for how many seconds."""
         job = self._running or self.last
         if job is None:
-            return "nothing"
+            return "nothing", 0.0
         name, whose, since = job.at_call
-        return f"{name}{whose} has not returned for {time.monotonic() - since:.1f} s"
+        hung_s = time.monotonic() - since
+        return f"{name}{whose} has not returned for {hung_s:.1f} s", hung_s
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -362,7 +365,7 @@ class NvmlSource:
         stuck = self._worker.is_stuck()
         job = self._worker.submit(self._driver.stop)
         if stuck or not job.done.wait(self._deadline_s):
-            return f"{self._worker.hangs_at()}; NVML is shut down as soon as it returns"
+            return f"{self._worker.hangs_at()[0]}; NVML is shut down as soon as it returns"
         return job.error
 
     def reopen(self) -> None:
@@ -406,7 +409,8 @@ class NvmlSource:
         return tuple(sorted(self._facts.values(), key=lambda facts: facts.index))
 
     def _hung(self, now: float, began: float, had: tuple[Sample | Gap, ...]) -> Batch:
-        return self._batch(now, began, had, Why.HUNG, self._worker.hangs_at(), failed=True)
+        why, hung_s = self._worker.hangs_at()
+        return replace(self._batch(now, began, had, Why.HUNG, why, failed=True), hung_s=hung_s)
 
     def _batch(
         self, now: float, began: float, had: tuple[Sample | Gap, ...], code: Why, why: str, failed: bool = False
