@@ -493,7 +493,7 @@ def error_burn(ask: Ask) -> Signal:
     if spent(ask, judged, max(pair["long"] for pair in pairs))[0] <= 0:
         return nothing_burnt(ask, judged, pairs)
     ratios: list[float] = []
-    evidence: dict[str, float] = {}
+    evidence = {"watched_s": errors_watched_s(ask, judged, pairs)}
     for pair in pairs:
         long_burn, _ = burn(ask, judged, pair["long"], slo)
         short_burn, recent = burn(ask, judged, pair["short"], slo)
@@ -509,11 +509,19 @@ def error_burn(ask: Ask) -> Signal:
 
 def nothing_burnt(ask: Ask, judged: list[Target], pairs: Sequence[Mapping[str, float]]) -> Signal:
     """What error_burn says where the longest window holds no error: then none holds any, and they need no counting."""
-    evidence = {f"burn_{span(pair[end])}": 0.0 for pair in pairs for end in ("long", "short")}
+    evidence = {"watched_s": errors_watched_s(ask, judged, pairs)}
+    evidence |= {f"burn_{span(pair[end])}": 0.0 for pair in pairs for end in ("long", "short")}
     if spent(ask, judged, max(pair["short"] for pair in pairs))[1] <= 0:
         return ask.idle("no requests", evidence=evidence)
     at = max(error_told_at(ask, t) for t in judged)
     return ask.value(0.0, at=at, method="engine (lower bound)", evidence=evidence)
+
+
+def errors_watched_s(ask: Ask, judged: list[Target], pairs: Sequence[Mapping[str, float]]) -> float:
+    """For how much of the longest window errors were watched: a drill asks how well its budget is known."""
+    start = ask.now - max(pair["long"] for pair in pairs)
+    return max(ask.windows.watched_s(subject, name, start) for t in judged
+               for subject, name in ((t.name, "http"), *((e, "finished") for e in t.engines)))
 
 
 @lru_cache(256)

@@ -17,7 +17,6 @@ from agent.model import Rule
 from agent.strict import ConfigErrors, Fault, Unfit, cut, did_you_mean
 from drills import cron
 from drills.model import Drill, Holds, Load, Schedule
-from drills.targets import reserved_ports
 
 LATER = frozenset({"pod-kill", "gpu-reset", "slow-rank"})  # in the contract, not in this version
 # What each fault takes under `target` (one of them) and under `params`.
@@ -214,7 +213,7 @@ def _drill(config: Config, drill: DrillConfig) -> Drill:
 
 
 def _target(config: Config, drill: DrillConfig) -> dict[str, Any]:
-    """The target with all that a fault asks of it: an engine's url, port and address, and what must be spared."""
+    """The target with all that a fault asks of it: an engine's url, port and address, and where our state is."""
     written = drill.target
     target: dict[str, Any] = {
         name: str(value) if name == "path" else value
@@ -231,7 +230,6 @@ def _target(config: Config, drill: DrillConfig) -> dict[str, Any]:
         target.setdefault("address", urlsplit(engine.url).hostname)
     if written.upstream is not None:
         target["address"], target["port"] = written.upstream
-    target["reserved"] = reserved_ports(config)
     target["state_dir"] = str(config.state_dir)
     return target
 

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -480,24 +480,24 @@ def stale_of(checked: Mapping[str, Any], drill: Drill, now: float, limit_s: floa
 
 
 def budget_of(checked: Mapping[str, Any], window_s: float) -> Budget:
-    """The least error budget left of any subject, by the longest spans that the burn rules watch.
+    """The least error budget left of any subject, and for how long the least known of them was watched.
 
     A burn of B over a span is B x span / window of the whole budget (`window_s`: of the SLO), already counted by what
     was watched of it.
     """
     worst = Budget(None, None)
-    watched: list[float] = []
+    watched: dict[str, float] = {}
     for row in checked["signals"]:
         if row["signal"] not in ("error_burn", "node_error_burn"):
             continue
-        evidence = row["evidence"]
+        subject, evidence = str(row["subject"]), row["evidence"]
         spent = [
             float(burn) * duration_s(name.removeprefix("burn_")) / window_s
             for name, burn in evidence.items()
             if name.startswith("burn_")
         ]
         if spent and (worst.left is None or 1.0 - max(spent) < worst.left):
-            worst = Budget(1.0 - max(spent), None, str(row["subject"]))
+            worst = Budget(1.0 - max(spent), None, subject)
         if "watched_s" in evidence:
-            watched.append(float(evidence["watched_s"]))
-    return Budget(worst.left, max(watched, default=None), worst.subject)
+            watched[subject] = max(watched.get(subject, 0.0), float(evidence["watched_s"]))
+    return replace(worst, watched_s=min(watched.values(), default=None))

@@ -103,7 +103,7 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.model": Row(),
     "drills.judge": Row("drills.model"),
     "drills.cron": Row("agent.strict drills.model", "cronsim zoneinfo"),
-    "drills.config": Row("agent.config agent.model agent.strict drills drills.cron drills.model drills.targets"),
+    "drills.config": Row("agent.config agent.model agent.strict drills drills.cron drills.model"),
     "drills.guards": Row(
         "agent.client agent.config agent.strict drills drills.cron drills.faults drills.faults.packet_loss"
         " drills.ledger drills.lock drills.model drills.targets",

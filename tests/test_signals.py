@@ -480,7 +480,10 @@ def test_a_young_agent_has_seen_only_its_share_of_the_budget_spent() -> None:
     got = at_end(windows, "error-burn-fast", 360)
     assert got.evidence["burn_1h"] == pytest.approx(3.0, rel=0.02)
     assert got.evidence["burn_5m"] == pytest.approx(30, rel=0.02)
+    assert got.evidence["watched_s"] == 360
     assert verdict(got, "error-burn-fast") == "clear"
+    quiet = at_end(erring(360, lambda at: {"finished.stop": 1617 * at}), "error-burn-fast", 360)
+    assert quiet.evidence == {"watched_s": 360, "burn_1h": 0, "burn_5m": 0, "burn_6h": 0, "burn_30m": 0}
 
 
 def test_after_a_resolve_the_budget_must_be_spent_anew() -> None:

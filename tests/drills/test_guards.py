@@ -174,12 +174,13 @@ def burn(subject: str, **evidence: float) -> dict[str, Any]:
 
 def test_the_budget_is_what_the_burn_rules_watched() -> None:
     """A burn of 6 over 3 of 30 days has spent 60 % of the budget; the worst engine decides."""
-    rows = [burn("a", burn_1d=3.0, burn_3d=6.0, watched_s=200_000.0), burn("b", burn_1h=14.4, burn_3d=1.0)]
+    rows = [burn("a", burn_1d=3.0, burn_3d=6.0, watched_s=2e5), burn("a", burn_6h=9.0, watched_s=21_600.0)]
+    rows.append(burn("b", burn_1h=14.4, burn_3d=1.0, watched_s=7200.0))
 
     found = guards.budget_of({"signals": rows}, 30 * 86400.0)
 
     assert found.left == pytest.approx(0.4)
-    assert (found.watched_s, found.subject) == (200_000.0, "a")
+    assert (found.watched_s, found.subject) == (7200.0, "a")
     assert guards.budget_of({"signals": [row("queue-age", "a")]}, 1.0) == Budget(None, None)
 
 
