@@ -347,7 +347,7 @@ class Notice:
 
 
 class Rejected(Exception):  # noqa: N818  (it says what the receiver did)
-    """A receiver refused for a reason that a person must mend (most 4xx). Sending the same again is pointless."""
+    """A receiver refused for a reason that a person must mend (most 4xx). To send again as things are is pointless."""
 
 
 class TryLater(Exception):  # noqa: N818

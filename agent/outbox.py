@@ -1,11 +1,13 @@
 """What is owed to whom: one thread a channel takes due notices from the store and sends them, at least once.
 
 A notice is marked delivered after it was sent, so a crash in between sends it again; receivers join by the alert's
-labels. The notices of one alert keep their order, and a failing one holds back only its own alert.
+labels. The notices of one alert keep their order, and a failing one holds back only its own alert. What a receiver
+refuses for a reason that a person must mend (a revoked key) is kept, and not tried again until something has changed.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import traceback
@@ -117,6 +119,8 @@ class Worker:
         self._busy_since: float | None = None
         self._pulse_failing_since: float | None = None
         self._refused_since: float | None = None  # it takes nothing of ours (401, 403, 404)
+        self._kept: dict[int, str] = {}  # ids of the notices that were refused so, each with why
+        self._refused_address: int | None = None  # a hash of the address that they were refused at
         self._last_error: str | None = None
         self._refusal: tuple[float, str] | None = None
         self._delivered = self._rejected = self._retried = 0
@@ -172,14 +176,19 @@ class Worker:
             found.append(
                 f"{self.name}: nothing delivered for {status.failing_s:.0f} s, {status.pending} waiting ({why})"
             )
+        if kept := list(self._kept.values()):
+            found.append(f"{self.name}: {len(kept)} refused and kept ({kept[-1]}); mend it: they go out when the "
+                         "channel's secret is another, a delivery succeeds, or at a reload")
         if self._refusal is not None and now - self._refusal[0] < REFUSAL_SHOWN_S:
-            found.append(f"{self.name}: {self._rejected} refused and not tried again ({self._refusal[1]})")
+            found.append(f"{self.name}: refused and not tried again ({self._refusal[1]})")
         return found
 
     # ---- inside ----
 
     def _deliver(self) -> float:
         """Send all that is due, until a failure; returns when the next is."""
+        if self._kept and self._address() != self._refused_address:
+            self._kept.clear()
         while True:
             due = self._due()
             now = self._clock()
@@ -205,6 +214,8 @@ class Worker:
                 at = max(at, self._accepted_at[key] + hold_s)
             if at > now + max(LONGEST_RETRY_AFTER_S, hold_s):  # the clock was stepped back
                 at = now
+            if notice.id in self._kept:
+                at = math.inf
             heads[key] = (at, notice)
         return sorted(heads.values(), key=lambda head: (head[0], head[1].id))
 
@@ -231,6 +242,7 @@ class Worker:
         self._store.notice_delivered(notice.id, now)
         self._delivered += 1
         self._refused_since = None
+        self._kept.clear()  # it takes ours again
         if message.status == "resolved":
             self._accepted_at.pop(message.key, None)
         elif self.channel.min_visible_s:
@@ -239,18 +251,30 @@ class Worker:
         log.info("notice_sent", channel=self.name, alert=message.key, status=message.status, tries=tries)
 
     def _refuse(self, notice: Notice, error: Rejected, now: float) -> None:
-        text = str(error)
-        self._store.notice_rejected(notice.id, now, text)
+        """Give up what is wrong with the message; keep what is wrong with the channel: a person can mend that."""
+        text, key = str(error), notice.message.key
         self._rejected += 1
-        if self._refused_since is None and not isinstance(error, BadMessage):
-            self._refused_since = now
         self._last_error = text
-        self._refusal = (now, f"{notice.message.key}: {text}")
-        log.error("notice_refused", channel=self.name, alert=notice.message.key, error=text)
+        is_kept = not isinstance(error, BadMessage)
+        if is_kept:
+            self._store.notice_retry(notice.id, now, now, text)
+            self._refused_since = now if self._refused_since is None else self._refused_since
+            self._kept[notice.id], self._refused_address = f"{key}: {text}", self._address()
+        else:
+            self._store.notice_rejected(notice.id, now, text)
+            self._refusal = (now, f"{key}: {text}")
+        log.error("notice_refused", channel=self.name, alert=key, error=text, kept=is_kept)
+
+    def _address(self) -> int | None:
+        """A hash of the channel's address and secret as they are now; None while they cannot be read."""
+        try:
+            return hash(self.channel.address())
+        except TryLater:
+            return None
 
     def _pulse(self) -> float:
         now = self._clock()
-        heads = [notice.message for _, notice in self._due()]
+        heads = [notice.message for at, notice in self._due() if at < math.inf]
         held = [message for message in heads if message.status == "resolved"]
         outcome = self._try(lambda: self.channel.pulse(now, held))
         if isinstance(outcome, float | int):

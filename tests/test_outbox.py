@@ -233,7 +233,7 @@ def test_a_clock_that_was_set_back_does_not_delay_a_page(store: Store) -> None:
 
 
 def test_a_refusal_surfaces_and_does_not_spin(store: Store) -> None:
-    """The key was revoked: one try, then /healthz tells it and L5 can see it, until a delivery works again."""
+    """The key was revoked: one try, then /healthz tells it and L5 sees it; once a delivery works it goes too."""
     clock = Clock()
     tape = Tape(clock)
     tape.faults = [Rejected("https://hook.example: 403 Forbidden; see the credentials of this channel")]
@@ -241,14 +241,46 @@ def test_a_refusal_surfaces_and_does_not_spin(store: Store) -> None:
     owe(store, 1000.0, message("a"))
     play(worker, clock, 1400.0)
     assert len(tape.calls) == 1
-    assert store.outbox_counts() == {"tape": {"pending": 0, "rejected": 1}}
+    assert store.outbox_counts() == {"tape": {"pending": 1}}
     status = worker.status(1400.0)
     assert (status.rejected, status.failing_s) == (1, 400.0)
     assert "403 Forbidden" in (status.last_error or "")
-    assert any("1 refused and not tried again (a: https://hook.example: 403" in p for p in worker.problems(1400.0))
+    assert any("1 refused and kept (a: https://hook.example: 403" in p for p in worker.problems(1400.0))
     owe(store, 1400.0, message("b"))
     play(worker, clock, 1401.0)
     assert worker.status(1401.0).failing_s == 0.0
+    assert [key for _, key, _ in tape.sent] == ["b", "a"]
+    assert worker.problems(1401.0) == []
+
+
+def test_a_rotated_secret_brings_what_the_old_one_was_refused(store: Store, tmp_path: Path) -> None:
+    """401 at night with the old token: kept in its order, and sent as soon as the file holds the new one."""
+    clock = Clock()
+    secret = tmp_path / "hook"
+    with Receiver(lambda arrival: Reply(200 if arrival.path == "/new" else 401)) as receiver:
+        secret.write_text(f"{receiver.url}/old")
+        worker = worker_of(store, Webhook("tape", secret.read_text), clock)
+        owe(store, 1000.0, message("a"), message("a", "resolved"))
+        play(worker, clock, 9000.0)
+        assert [arrival.path for arrival in receiver.arrivals] == ["/old"]
+        secret.write_text(f"{receiver.url}/new")
+        play(worker, clock, 9001.0)
+
+    assert receiver.alerts()[1:] == [("firing", "a"), ("resolved", "a")]
+    assert worker.status(9001.0)[:5] == (0, 2, 1, 0, 0.0)
+
+
+def test_what_was_refused_is_tried_once_by_the_next_process(store: Store) -> None:
+    """A person mends the receiver or the configuration and reloads: that is a start, and every debt is due at it."""
+    clock = Clock()
+    tape = Tape(clock)
+    tape.faults = [Rejected("404"), Rejected("404")]
+    owe(store, 1000.0, message("a"))
+    play(worker_of(store, tape, clock), clock, 2000.0)
+    play(worker_of(store, tape, clock), clock, 3000.0)
+    assert len(tape.calls) == 2
+    play(worker_of(store, tape, clock), clock, 4000.0)
+    assert [key for _, key, _ in tape.sent] == ["a"]
 
 
 def test_one_bad_alert_in_a_batch_is_no_failing_channel(store: Store) -> None:

@@ -61,6 +61,13 @@ class Channel:
         """
         return math.inf
 
+    def address(self) -> str:
+        """Where it sends to, secrets included; what was refused is sent again when this has changed.
+
+        Raises TryLater while it cannot be read.
+        """
+        return ""
+
     def close(self) -> None:
         """Let go of the sockets."""
 

@@ -26,6 +26,10 @@ class Webhook(Channel):
             post_json(self._url(), payload(notice.message, self.name, self._external_url), now)
         return {}
 
+    def address(self) -> str:
+        """As configured, or as its file or variable holds it now."""
+        return self._url()
+
 
 def payload(message: AlertMessage, receiver: str, external_url: str) -> dict[str, Any]:
     """The body that Alertmanager would POST for a group of this one alert (`group_by: ['...']`)."""
