@@ -25,6 +25,8 @@ LATE_S = 1.0  # a prober that is later than this did not keep its rate
 KEPT = 0.98
 STEP_S = 5.0
 GOODPUT_STEP_S = 5.0
+# The rows that make a run valid; all others are must-holds.
+EVIDENCE = frozenset({"fault_proven", "load_kept", "telemetry_fresh"})
 
 
 @dataclass(frozen=True, slots=True)

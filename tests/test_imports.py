@@ -102,6 +102,14 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.prober": Row("drills.completion drills.model", WORLD),
     "drills.model": Row(),
     "drills.judge": Row("drills.model"),
+    "drills.escape": Row(),
+    "drills.definition": Row("drills.model", "msgspec yaml"),
+    "drills.plots": Row("drills.model", "pygal xml.etree"),
+    # Its run's own folder and those beside it; no clock, no network.
+    "drills.report": Row(
+        "drills drills.definition drills.escape drills.judge drills.model drills.plots",
+        "base64 jinja2 markupsafe msgspec pathlib xml.etree",
+    ),
     "drills.cron": Row("agent.strict drills.model", "cronsim zoneinfo"),
     "drills.config": Row("agent.config agent.model agent.strict drills drills.cron drills.model"),
     "drills.guards": Row(

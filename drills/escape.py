@@ -1,0 +1,149 @@
+"""How a report writes what others said: no secret, no control character, no markup; times, spans and unknowns.
+
+Everything that comes from a log, a label, a file or an answer goes through here. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+UNKNOWN = "unknown"
+SHOWN_CHARS = 2000
+MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
+# Paths that say nothing secret. Any other path may be the credential itself, as that of a chat's webhook is.
+PLAIN_PATH = re.compile(r"(?:/v\d+)?(?:/(?:models|completions|chat/completions|alerts|health|healthz|metrics))?/?")
+_URL = re.compile(r"(\w[\w+.-]*)://([^\s\"'<>\\`|]+)")
+# The value of a key that names a secret; a bare number is none (`token: 0.5`, `max_tokens: 32`).
+_KEYED = re.compile(
+    r"(?i)([\w-]*(?:api[-_]?key|token|secret|passw(?:or)?d|authorization|routing[-_]?key|credentials?)"
+    r"[\"']?\s*[:=]\s*[\"']?)(?:(?:bearer|basic)\s+)?(?![\d.]+(?:\s|$))[^\s\"',;&}]{4,}"
+)
+_KNOWN = re.compile(
+    r"(?i:\bbearer\s+)[\w.~+/=-]{8,}|\b(?:sk-|hf_|xox[abeprs]-|gh[opsu]_|glpat-|AKIA)[\w-]{8,}|\b[0-9a-f]{32}\b"
+)
+
+
+def without_secrets(text: str) -> str:
+    """The text with no user info, no query and no telling path in its URLs, and without keys and tokens."""
+    return _KNOWN.sub("…", _KEYED.sub(r"\1…", _URL.sub(lambda m: _plain_url(m[1], m[2]), text)))
+
+
+def _plain_url(scheme: str, rest: str) -> str:
+    plain = rest.rstrip(".,;:!?)]}")  # what ends the sentence, not the URL
+    found = re.search(r"[/?#]", plain)
+    cut = found.start() if found else len(plain)
+    authority, path = plain[:cut], plain[cut:]
+    if "@" in path:  # a password with a slash in it looks like this
+        return f"{scheme}://…"
+    shown = path if PLAIN_PATH.fullmatch(path) else "/…"
+    return f"{scheme}://{authority.rpartition('@')[2]}{shown}{rest[len(plain):]}"
+
+
+def clean(value: object, most: int = SHOWN_CHARS) -> str:
+    """A value as one line of text without secrets and control characters, cut where it is endless."""
+    if value is None:
+        return UNKNOWN
+    text = without_secrets(" ".join(str(value).split()))
+    text = "".join(c if c.isprintable() else "�" for c in text)  # also what turns the direction of writing
+    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters)"
+
+
+def scrubbed(value: Any) -> Any:
+    """Plain data with every text in it cleaned, line by line; what is indented stays so."""
+    if isinstance(value, Mapping):
+        return {clean(k): scrubbed(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [scrubbed(v) for v in value]
+    if isinstance(value, str):
+        return "\n".join(re.sub(r"[^ ].*", lambda m: clean(m[0]), line) for line in value.splitlines())
+    return value if value is None or isinstance(value, bool | int | float) else clean(value)
+
+
+# --- Markdown and XML ------------------------------------------------------------------------------------------------
+
+
+def cell(value: object) -> str:
+    """Text for a cell of a Markdown table or a line of a list: it reads as it is, and nothing in it is markup."""
+    text = re.sub(r"[\\|`*\[\]~]", lambda m: "\\" + m[0], clean(value))
+    text = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)  # inside of a word it is no emphasis
+    text = re.sub(r"&(?=#?\w+;)", "&amp;", text)
+    text = re.sub(r"<(?![=\s\d])", "&lt;", text)
+    return re.sub(r"^([#>+-]|\d+[.)])(?=\s|$)", lambda m: f"{m[0][:-1]}\\{m[0][-1]}", text)
+
+
+def fenced(text: str, language: str = "") -> str:
+    """A block of code, whose fence is longer than any in it."""
+    ticks = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
+    return f"{ticks}{language}\n{text.rstrip()}\n{ticks}"
+
+
+def xml_text(value: object) -> str:
+    """Text that XML 1.0 can hold: `clean`, without the characters that it forbids in any form."""
+    return re.sub(r"[^\t\n\r\u0020-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]", "�", clean(value))
+
+
+# --- times -----------------------------------------------------------------------------------------------------------
+
+
+def number(value: object) -> float | None:
+    """A finite number; None for anything else."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) \
+        else None
+
+
+def instant(value: object) -> float | None:
+    """Unix seconds of a number or of an ISO 8601 text with its zone; a time without a zone is no instant."""
+    if not isinstance(value, str):
+        return number(value)
+    try:
+        at = datetime.fromisoformat(value)
+    except ValueError:
+        return None
+    return at.timestamp() if at.tzinfo is not None else None
+
+
+def utc(value: object) -> str:
+    """2026-11-29 08:00:00Z."""
+    return _form(value, "%Y-%m-%d %H:%M:%SZ")
+
+
+def day(value: object) -> str:
+    """Sunday 2026-11-29 08:00:00 UTC."""
+    return _form(value, "%A %Y-%m-%d %H:%M:%S UTC")
+
+
+def _form(value: object, form: str) -> str:
+    at = instant(value)
+    try:
+        return UNKNOWN if at is None else datetime.fromtimestamp(at, UTC).strftime(form)
+    except (ValueError, OverflowError, OSError):
+        return UNKNOWN
+
+
+def span(value: object) -> str:
+    """12.3 s, 30 min, 1 h 5 min."""
+    took_s = number(value)
+    if took_s is None:
+        return UNKNOWN
+    sign, took_s = ("-" if took_s < 0 else ""), abs(took_s)
+    if round(took_s, 1) < 2 * MINUTE_S:
+        return f"{sign}{round(took_s, 1):g} s"
+    whole_s = round(took_s)
+    parts = [(whole_s // HOUR_S, "h"), (whole_s % HOUR_S // MINUTE_S, "min"), (whole_s % MINUTE_S, "s")]
+    return sign + " ".join(f"{n} {unit}" for n, unit in parts if n)
+
+
+def offset(value: object) -> str:
+    """+12.3 s: the span from the injection."""
+    at_s = number(value)
+    return UNKNOWN if at_s is None else span(at_s) if at_s < 0 else f"+{span(at_s)}"
+
+
+def share(value: object) -> str:
+    """0.1 -> 10 %."""
+    part = number(value)
+    return UNKNOWN if part is None else f"{part:.2%}".replace(".00%", "%").replace("%", " %")
