@@ -11,12 +11,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 from agent.model import Alert, GpuFacts, Rule, Sample, Signal, SignalSpec, Slo, Why
 from agent.stats import Buckets, SlowShare, add_buckets, in_last_bucket, quantile, slow_share, wilson_lower
-from agent.windows import Windows
+from agent.windows import LATE_INTERVALS, Windows
 
 WARMUP_S = 180.0  # after an engine's (re)start
 COLD_CACHE_S = 600.0
@@ -906,13 +906,13 @@ def engine_stopped(ask: Ask) -> Signal:
 def engine_stuck(ask: Ask) -> Signal:
     """L2. Time without progress while work is in flight, as a multiple of what is allowed.
 
-    Two clauses: tokens, first tokens and prompt tokens flat (`flat`), and requests waiting while none runs and the KV
-    cache is near empty (`queue`). A frozen page is "no change" here, and evidence.
+    Tokens, first tokens and prompt tokens flat, or no answer at all (`flat`); or requests waiting while none runs and
+    the KV cache is near empty (`queue`). A frozen page is "no change" here, and evidence.
     """
     sleeping = ask.asleep()
     running, waiting = ask.latest("running"), ask.latest("waiting")
     if sleeping or isinstance(running, Signal) or isinstance(waiting, Signal):
-        return sleeping or next(s for s in (running, waiting) if isinstance(s, Signal))
+        return sleeping or unanswered(ask) or next(s for s in (running, waiting) if isinstance(s, Signal))
     kv = ask.windows.latest(ask.subject, "kv_usage", ask.now)
     flat_limit_s, queue_limit_s = float(ask.rule.params["flat"]), float(ask.rule.params["queue"])
     flat_s = held_s(ask, flat_limit_s, lambda runs, waits: runs + waits > 0, flat=True)
@@ -923,6 +923,27 @@ def engine_stuck(ask: Ask) -> Signal:
     return ask.value(value, at=min(running.at, waiting.at),
                      evidence={"running": running.value, "waiting": waiting.value, "flat_s": flat_s,
                                "waiting_alone_s": queue_s})
+
+
+def unanswered(ask: Ask) -> Signal | None:
+    """L2 of an engine whose server takes connections and answers nothing, /health neither, with work on its last page.
+
+    None where it is otherwise: what was refused in between is another process, without that work.
+    """
+    assert ask.target is not None  # noqa: S101
+    name, last = ask.target.name, next(ask.windows.backward(ask.subject, ("running", ""), ("waiting", "")), None)
+    silent, rung = ask.windows.problem(ask.subject, "running", ask.now), ask.windows.latest(name, "rung", ask.now)
+    if last is None or silent is None or silent.code is not Why.TIMEOUT:
+        return None
+    at, running, waiting = last
+    refused = any(down > 0 for _, down in ask.windows.history(name, "down", at))
+    if running + waiting <= 0 or refused or not isinstance(rung, Sample) or rung.value > 1:
+        return None
+    reads = [at, *(read_at for read_at, _ in ask.windows.history(name, "rung", at) if read_at > at)]
+    most_s = LATE_INTERVALS * ask.windows.interval_s  # a suspended host is not a silent engine
+    silent_s = sum(min(b - a, most_s) for a, b in pairwise(reads))
+    return ask.value(silent_s / float(ask.rule.params["flat"]), at=rung.at,
+                     evidence={"running": running, "waiting": waiting, "flat_s": silent_s, "unanswered": True})
 
 
 def held_s(ask: Ask, limit_s: float, holds: Callable[[float, float], bool], *, flat: bool) -> float:

@@ -96,7 +96,8 @@ def _lost(e: Evidence) -> str:
 def _stuck(e: Evidence) -> str:
     if e["flat_s"] <= 0 < e.get("waiting_alone_s", 0):
         return f"{e['waiting']:.0f} waiting and none running for {span(e['waiting_alone_s'])}"
-    return f"no token for {span(e['flat_s'])} with {e['running']:.0f} running, {e['waiting']:.0f} waiting"
+    what = "no answer" if e.get("unanswered") else "no token"
+    return f"{what} for {span(e['flat_s'])} with {e['running']:.0f} running, {e['waiting']:.0f} waiting"
 
 
 def _free(e: Evidence) -> str:

@@ -595,10 +595,10 @@ def test_a_target_that_was_never_understood_says_what_it_answers() -> None:
     """It serves a web page since the first read: every required number has a row, with the reason of its read."""
     here = node()
     why = "/metrics of http://127.0.0.1:8000 fails: this is HTML, no metrics page"
-    told = (Sample("down", "llama", 0.0, T0), *(Gap(name, "llama", Why.BAD_PAGE, why, T0) for name in
-            ("waiting", "ttft", "kv_usage", "preemptions", "itl", "finished", "http")))
+    names = ("waiting", "ttft", "kv_usage", "preemptions", "itl", "finished", "http")
+    gaps = tuple(Gap(name, "llama", Why.BAD_PAGE, why, T0) for name in names)
 
-    step(here, 0, Batch("engine:llama", T0, 0.01, told, EngineFacts("llama", ()), error=why))
+    step(here, 0, Batch("engine:llama", T0, 0.01, (Sample("down", "llama", 0.0, T0), *gaps), EngineFacts("llama", ()), error=why))
 
     for rule in ("queue-age", "kv-cache-utilization", "preemptions", "ttft-p99", "itl-p99", "error-burn-fast"):
         assert (row(here, rule)["state"], row(here, rule)["why"]) == ("UNKNOWN", why), rule
@@ -632,6 +632,21 @@ def test_an_engine_that_never_answered_may_take_its_time_to_start() -> None:
 
     assert first_page_s(fresh) == 600
     assert first_page_s(known) == 10  # the third in a row
+
+
+def test_an_engine_that_answers_too_late_is_slow_at_any_rhythm() -> None:
+    """Polled every second, read with a deadline of 3 s: when such a read is told, what it says is 3 s old already."""
+    here = node("engine-slow")
+    here = Node(replace(here.setup, poll_s=1.0))
+    fired = []
+    for at in range(30):
+        if at >= 3 and at % 4 == 3:  # asked at 0, 4, 8 …
+            told = tuple(samples("llama", T0 + at - 3, {"slow": 1.0, "rung": 1.0}))
+            here.take(Batch("engine:llama", T0 + at - 3, 3.0, told, error="no whole answer within 3 s"))
+        changes = here.step(T0 + at, 1.0)
+        fired += [(at, c.alert.rule) for c in changes if c.kind == "firing"]
+
+    assert fired == [(11, "engine-slow")]  # the third
 
 
 def test_an_announced_alert_says_first_that_it_is_a_drill() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from agent import words
 from agent.evaluate import judge
-from agent.model import Alert, GpuFacts, Rule, Sample, Signal, Slo, Why
+from agent.model import Alert, Batch, Gap, GpuFacts, Rule, Sample, Signal, Slo, Why
 from agent.signals import SIGNALS, Ask, Scene, Target, alert_labels, compute, queue_age_bound
 from agent.windows import Windows
 from tests.scenes import GPU, PAGE, SLO, T0, ask, built_in, hist, read, read_many, scene, times
@@ -904,6 +905,39 @@ def test_a_frozen_page_is_evidence_here() -> None:
     windows = serve(0, 300, {"waiting": 3.0, "kv_usage": 0.9})
     assert at_end(windows, "queue-age", 300).state == "gap"
     assert stuck(windows, 300) > 2
+
+
+def silence(end: float, page: Numbers, *, from_s: float = 100.0, **live: float) -> Windows:
+    """An engine with tokens that flow, whose server from a second on takes connections and answers nothing."""
+    windows = serve(0, from_s, lambda at: {**page, "generation_tokens": at, "rung": 3.0, "down": 0.0, "slow": 0.0})
+    for at in times(from_s + 5, end):
+        told = {"rung": 1.0, "slow": 1.0} | live
+        gaps = [Gap(name, "e", Why.TIMEOUT, "no whole answer within 3 s", T0 + at) for name in
+                ("running", "waiting", "down", "kv_usage")]
+        alive = [Sample(name, "e", value, T0 + at) for name, value in told.items()]
+        windows.ingest(Batch("source of e", T0 + at, 0.0, (*alive, *(g for g in gaps if g.name not in told))))
+    return windows
+
+
+def test_an_engine_that_takes_connections_and_answers_nothing_is_stuck() -> None:
+    """Its API server hangs with three requests in flight: engine-slow is a ticket, this is the page, after 2 min."""
+    busy = {"running": 3.0, "waiting": 0.0}
+    assert stuck(silence(215, busy), 215) == pytest.approx(115 / 120)
+    got = at_end(silence(220, busy), "engine-stuck", 220)
+    assert verdict(got, "engine-stuck") == "breach"
+    assert (got.evidence["flat_s"], words.what(got, "of limit")) == (
+        120, "no answer for 2 min with 3 running, 0 waiting")
+
+
+def test_silence_alone_is_not_stuck() -> None:
+    """Nothing was in flight; or /health answers; or another process refused in between; or our host was suspended."""
+    busy = {"running": 3.0, "waiting": 0.0}
+    for windows in (silence(400, {"running": 0.0}), silence(400, busy, rung=2.0), silence(400, busy, down=1.0)):
+        assert at_end(windows, "engine-stuck", 400).code is Why.TIMEOUT
+    asleep = silence(110, busy)
+    read(asleep, 900, "e", {"rung": 1.0, "slow": 1.0}, source="source of e")
+    asleep.gaps[("e", "running")] = Gap("running", "e", Why.TIMEOUT, "", T0 + 900)
+    assert stuck(asleep, 900) == pytest.approx((10 + 15) / 120)
 
 
 # --- L3, L5 ---------------------------------------------------------------------------------------------------------
