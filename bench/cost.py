@@ -1,6 +1,6 @@
 """What watching costs: `tocsin run` on 8 engines every 5 s beside Prometheus with the same targets and equal rules.
 
-    python -m bench.cost [--seconds 120] [--engines 8]
+    python -m bench.cost [--seconds 120] [--engines 8]          (from the repository's root: it serves tests' pages)
 
 Both run at once for the same time. The pages change from scrape to scrape, as a live engine's do: each engine serves a
 recording of a real vLLM from another place in it. CPU is user + system time of the whole process after a warm-up,
