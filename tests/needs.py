@@ -18,6 +18,7 @@ PACKAGES = {
     "gcc": "gcc libc6-dev",
     "ip": "iproute2",
     "nft": "nftables",
+    "nginx": "nginx-light",
     "promtool": "prometheus",
     "kill": "procps",
     "systemd-analyze": "systemd",

@@ -52,9 +52,12 @@ class Arrival:
 class Receiver:
     """Listens on 127.0.0.1; `url` has no path. `judge` may answer by what arrived, after the script is used up."""
 
-    def __init__(self, judge: Callable[[Arrival], Reply] | None = None, port: int = 0) -> None:
+    def __init__(
+        self, judge: Callable[[Arrival], Reply] | None = None, port: int = 0, *, echoes: bool = False
+    ) -> None:
         self._judge = judge
         self._port = port
+        self._echoes = echoes  # a GET is told what was posted here, as `drills[].echo` asks for it
         self._replies: deque[Reply] = deque()
         self._changed = threading.Condition()
         self._closing = threading.Event()
@@ -123,6 +126,11 @@ class Receiver:
             bodies = [arrival.json for arrival in self.arrivals if arrival.body]
         return [(alert["status"], alert["labels"]["alertname"]) for body in bodies for alert in body["alerts"]]
 
+    def _echo(self) -> bytes:
+        with self._changed:
+            posted = [(arrival.at, arrival.json) for arrival in self.arrivals if arrival.body]
+        return json.dumps([{"at": at, "alerts": told["alerts"]} for at, told in posted]).encode()
+
     def _answer(self, handler: BaseHTTPRequestHandler) -> None:
         body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
         arrival = Arrival(time.time(), handler.command, handler.path, dict(handler.headers.items()), body)
@@ -130,6 +138,8 @@ class Receiver:
             self.arrivals.append(arrival)
             reply = self._replies.popleft() if self._replies else None
             self._changed.notify_all()
+        if reply is None and self._echoes and arrival.method == "GET":
+            reply = Reply(body=self._echo())
         if reply is None:
             reply = self._judge(arrival) if self._judge else Reply()
         if reply.hang:

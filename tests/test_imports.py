@@ -92,7 +92,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.show": Row("agent.words", "rich shutil"),
     "agent.__main__": Row(
         "agent.backtest agent.client agent.config agent.model agent.oneshot agent.record agent.show agent.signals"
-        " agent.sources.nvml agent.strict agent.words rules",
+        " agent.sources.nvml agent.strict agent.words drills drills.cli drills.config rules",
         "msgspec os pathlib signal sys threading typer",
     ),
     "runbooks": Row(),
@@ -120,8 +120,10 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.schedule": Row("drills drills.cron drills.ledger drills.lock drills.model", WORLD),
     "drills.lock": Row("drills drills.ledger drills.model", "fcntl os pathlib"),
     "drills.proxy": Row("", WORLD),
+    "drills.old_connections": Row("drills.proxy", WORLD),
     "drills.faults.upstream_timeout": Row(
-        "drills drills.ledger drills.model drills.nft drills.proc drills.proxy drills.targets", WORLD
+        "drills drills.ledger drills.model drills.nft drills.old_connections drills.proc drills.proxy drills.targets",
+        WORLD,
     ),
     "drills.faults": Row(),
     "drills.proc": Row("drills.model", WORLD),
@@ -143,13 +145,38 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.faults.engine_hang": Row("drills.model drills.proc drills.targets", WORLD),
     "drills.faults.disk_full": Row("drills.model drills.proc", WORLD),
     "drills.watch": Row("agent.client drills.judge", WORLD),
+    "drills.tell": Row("agent agent.client drills.model", "pathlib"),
+    "drills.record": Row("drills drills.judge drills.model drills.report", "msgspec pathlib"),
+    "drills.history": Row("drills drills.ledger drills.model drills.record", WORLD),
+    "drills.unit": Row("drills.model", "pathlib"),
+    "drills.runner": Row(
+        "agent agent.client agent.config agent.model agent.signals agent.strict drills drills.config"
+        " drills.faults.table drills.guards drills.holder drills.judge drills.ledger drills.lock drills.model"
+        " drills.prober drills.proc drills.record drills.targets drills.tell drills.watch", WORLD
+    ),
+    "drills.daemon": Row(
+        "agent agent.config agent.model agent.sdnotify agent.signals agent.strict drills drills.config drills.heal"
+        " drills.history drills.ledger drills.model drills.record drills.runner drills.schedule drills.tell", WORLD
+    ),
+    "drills.cli": Row(
+        "agent agent.client agent.config agent.signals agent.strict drills drills.config drills.daemon"
+        " drills.faults.table drills.guards drills.heal drills.history drills.lock drills.model drills.record"
+        " drills.report drills.runner drills.schedule drills.targets drills.tell drills.unit",
+        "getpass json msgspec os pathlib sys time typer",
+    ),
 }
-# The agent's client, nouns and configuration file, never its inside.
-AGENT_FOR_DRILLS = {"agent.client", "agent.config", "agent.model", "agent.sdnotify", "agent.strict"}
+# The agent's client, nouns and configuration file, and the catalogue by which rules are checked; never its inside.
+AGENT_FOR_DRILLS = {
+    "agent", "agent.client", "agent.config", "agent.model", "agent.sdnotify", "agent.signals", "agent.strict"
+}
 # What only an edge may do: ask what time it is. Everybody else is told.
 CLOCK_READERS = {
     "drills.ledger": "stamps its entries",
     "drills.holder": "stamps its events",
+    "drills.runner": "the run's own clock",
+    "drills.daemon": "when drills are due",
+    "drills.history": "stamps the end of a run that was killed",
+    "drills.cli": "names a run that is planned or started by hand",
     "drills.prober": "hangs its monotonic times on the wall clock, once",
     "agent.loop": "the tick",
     "agent.daemon": "hands the clock to the outbox and the web threads",

@@ -1,0 +1,329 @@
+"""`tocsin drilld`: holds the drills when they are due, spawns one runner a run, heals what a dead one left.
+
+Its own socket (`drilld.sock`, beside the agent's) is for root, and for `drill_group` where one is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import grp
+import http.client
+import json
+import os
+import pwd
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import ThreadingMixIn, UnixStreamServer
+from typing import Any
+
+import structlog
+
+from agent import sdnotify
+from agent.config import Config, load_all
+from agent.model import Rule
+from agent.signals import CATALOGUE
+from agent.strict import ConfigErrors
+from drills import heal, history, ledger, record, runner, schedule, tell
+from drills.config import drills_of
+from drills.model import Drill, Left, Verdict
+
+log = structlog.get_logger()
+
+SOCKET_MODE = 0o660
+SWEEP_EVERY_S = 60.0
+RUNNER_ENDS_WITHIN_S = 60.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+PEER_CRED = struct.Struct("3i")  # pid, uid, gid: SO_PEERCRED
+
+
+def socket_of(config: Config) -> Path:
+    """drilld's socket, beside the agent's."""
+    return config.socket.with_name("drilld.sock")
+
+
+def root_of(config: Config) -> Path:
+    """Where drills keep their state."""
+    return config.state_dir / "drills"
+
+
+def unblock() -> None:
+    """A child takes its parent's blocked signals along: the runner must hear SIGTERM."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+class Daemon:
+    """The drills of one node. At most one run at a time; `runs` is the one under way."""
+
+    def __init__(self, config: Config, drills: Sequence[Drill], rules: Sequence[Rule], path: Path | None,
+                 clock: Callable[[], float] = time.time) -> None:
+        self.config, self.drills, self.rules, self.path, self.clock = config, drills, rules, path, clock
+        self.root = root_of(config)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._run: str | None = None
+        self.timetable: schedule.Timetable | None = None
+        self.stopping, self.woken = threading.Event(), threading.Event()  # woken: stop, or read the configuration anew
+
+    # --- runs -------------------------------------------------------------------------------------------------------
+
+    def start_run(self, name: str, *, started_by: str, run: str | None = None, due_at: float | None = None,
+                  accept_unknown_budget: bool = False) -> str:
+        """Start a run of a drill; its id. Raises LookupError, RuntimeError (one is under way), OSError."""
+        drill = next((d for d in self.drills if d.name == name), None)
+        if drill is None:
+            known = ", ".join(d.name for d in self.drills) or "none is configured"
+            raise LookupError(f"{name}: no such drill; there are: {known}")
+        with self._lock:
+            if self.active() is not None:
+                raise RuntimeError(f"{self._run} is under way; `tocsin drill abort` ends it")
+            run = run or schedule.run_id(name, self.clock(), self.config.node or "")
+            folder = runner.create(self.root, drill, run, started_by=started_by, config_path=self.path, due_at=due_at)
+            command = [sys.executable, "-m", "drills.runner", str(folder)]
+            process = subprocess.Popen(command + ["--accept-unknown-budget"] * accept_unknown_budget,
+                                       start_new_session=True, preexec_fn=unblock)
+            self._process, self._run = process, run
+        log.info("run_started", run=run, by=started_by)
+        threading.Thread(target=self._await, args=(process, run), name=f"run {run}", daemon=True).start()
+        return run
+
+    def active(self) -> str | None:
+        """The run under way."""
+        return self._run if self._process is not None and self._process.poll() is None else None
+
+    def active_of(self, name: str) -> str | None:
+        """The run of this drill that is under way."""
+        run = self.active()
+        return run if run is not None and run.startswith(f"{name}-") else None
+
+    def _await(self, process: subprocess.Popen[bytes], run: str) -> None:
+        """See a run to its end; one whose runner was killed is healed and its report written."""
+        status = process.wait()
+        log.info("run_ended", run=run, status=status)
+        if status not in runner.EXIT.values():
+            self.heal()
+        self.tell_overdue()
+
+    def abort(self, why: str) -> str | None:
+        """End the run under way in good order; its id, None where there is none."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                return None
+            log.info("run_aborted", run=self._run, why=why)
+            self._process.send_signal(signal.SIGTERM)
+            return self._run
+
+    def heal(self) -> list[Left]:
+        """Undo whatever any ledger says, and tell the agent what is left."""
+        left = heal.heal(self.root / "runs", finish=history.finish_killed)
+        for folder in ledger.run_folders(self.root / "runs"):
+            still = history.left_of(folder)
+            if still is not None:
+                tell.orphaned(self.config.socket, folder.name, still)
+        return left
+
+    # --- the schedule -----------------------------------------------------------------------------------------------
+
+    def run_due(self, drill: Drill, run: str, due_at: float) -> tuple[Verdict, str]:
+        """A drill's time has come: hold it to its end, or say why not; it is tried again."""
+        try:
+            self.start_run(drill.name, started_by="schedule", run=run, due_at=due_at)
+        except (LookupError, RuntimeError, OSError) as error:
+            return Verdict.DEFERRED, str(error)
+        process = self._process
+        if process is not None:
+            process.wait()
+        told = record.load(self.root / "runs" / run)
+        return (Verdict(told["verdict"]), told["why"]) if told else (Verdict.ABORTED, "it left no record")
+
+    def skip(self, drill: Drill, run: str, due_at: float, why: str) -> None:
+        """Write down a run that will not be, with its reasons. Raises OSError."""
+        folder = runner.create(self.root, drill, run, started_by="schedule", config_path=self.path, due_at=due_at)
+        runner.write_skipped(folder, drill, why, due_at, self.clock)
+
+    def last_run_at(self) -> float | None:
+        """When a fault was last in on this node."""
+        return max((p.at for p in schedule.history_of(self.root) if p.verdict not in schedule.NOT_RUN), default=None)
+
+    def reload(self) -> None:
+        """Take the drills of the configuration as it is now; a run under way goes on. A wrong one changes nothing."""
+        sdnotify.reloading()
+        try:
+            config, rules = load_all(self.path, os.environ, CATALOGUE)
+            self.drills, self.config, self.rules = drills_of(config, rules.rules), config, rules.rules
+        except ConfigErrors as errors:
+            log.error("configuration_kept", faults=[str(fault) for fault in errors.faults])  # noqa: TRY400
+        if self.timetable is not None:
+            self.timetable.load(self.drills)
+        sdnotify.ready(f"{self.config.node}: {len(self.drills)} drills")
+
+    def tell_overdue(self) -> None:
+        """A ticket for each drill that was due and did not run."""
+        past, now = schedule.history_of(self.root), self.clock()
+        book = {} if self.timetable is None else self.timetable.book
+        for drill in self.drills:
+            known_at = book[drill.name].known_at if drill.name in book else None
+            tell.overdue(self.config.socket, drill.name, schedule.overdue(drill, past, now, known_at))
+
+    def serve_for_ever(self) -> None:
+        """Sweep, then hold what is due until stopped."""
+        self.heal()
+        server = serve(self)
+        hands = schedule.Hands(self.run_due, self.skip, self.active_of, self.last_run_at)
+        self.timetable = schedule.Timetable(self.drills, hands, root=self.root, node=self.config.node or "",
+                                            min_gap_s=self.config.drill_guards.min_gap, clock=self.clock)
+        self.timetable.start()
+        sdnotify.ready(f"{self.config.node}: {len(self.drills)} drills")
+        log.info("started", drills=[d.name for d in self.drills], socket=str(socket_of(self.config)))
+        try:
+            while not self.stopping.is_set():
+                self.tell_overdue()
+                sdnotify.alive()
+                if self.woken.wait(SWEEP_EVERY_S) and not self.stopping.is_set():
+                    self.woken.clear()
+                    self.reload()
+        finally:
+            sdnotify.stopping()
+            self.timetable.stop()
+            self.abort("drilld stops")
+            if self._process is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(RUNNER_ENDS_WITHIN_S)
+            server.shutdown()
+            server.server_close()
+            socket_of(self.config).unlink(missing_ok=True)
+
+
+# --- the socket ------------------------------------------------------------------------------------------------------
+
+
+class _Server(ThreadingMixIn, UnixStreamServer):
+    daemon_threads = True
+    daemon: Daemon
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+
+    def address_string(self) -> str:
+        """A unix peer has no address."""
+        return "unix"
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (the base class's name)
+        """What is done is logged where it is done."""
+
+    def do_GET(self) -> None:
+        """Only the state."""
+        self._answer(200, {"drills": [d.name for d in self.server.daemon.drills], "run": self.server.daemon.active()})
+
+    def do_POST(self) -> None:
+        """run, abort, heal: for root and the drill group; the caller is recorded."""
+        daemon = self.server.daemon
+        caller = self._caller()
+        if caller is None:
+            self._answer(403, {"error": "drills are root's, and the drill_group's; use sudo"})
+            return
+        asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        try:
+            self._answer(200, self._act(daemon, asked, caller))
+        except LookupError as error:
+            self._answer(404, {"error": str(error.args[0])})
+        except (RuntimeError, OSError) as error:
+            self._answer(409, {"error": str(error)})
+
+    def _act(self, daemon: Daemon, asked: Mapping[str, Any], caller: str) -> Mapping[str, Any]:
+        if self.path == "/run":
+            run = daemon.start_run(str(asked.get("name")), started_by=caller,
+                                   accept_unknown_budget=bool(asked.get("accept_unknown_budget")))
+            return {"run": run}
+        if self.path == "/abort":
+            return {"run": daemon.abort(f"by {caller}")}
+        if self.path == "/heal":
+            daemon.abort(f"heal, by {caller}")
+            return {"left": [{"what": one.what, "command": one.command} for one in daemon.heal()]}
+        raise LookupError(f"{self.path}: there are /run, /abort and /heal")
+
+    def _caller(self) -> str | None:
+        """Who asks, as the kernel says; None where that one may not."""
+        told = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CRED.size)
+        _, uid, gid = PEER_CRED.unpack(told)
+        group = self.server.daemon.config.drill_group
+        try:
+            name = pwd.getpwuid(uid).pw_name
+        except KeyError:
+            name = str(uid)
+        if uid == 0:
+            return f"{name} (uid 0)"
+        with suppress(KeyError):
+            if group is not None and (grp.getgrnam(group).gr_gid == gid or name in grp.getgrnam(group).gr_mem):
+                return f"{name} (uid {uid}, group {group})"
+        return None
+
+    def _answer(self, status: int, told: Mapping[str, Any]) -> None:
+        body = json.dumps(told).encode()
+        self.send_response(status, http.client.responses[status])
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def serve(daemon: Daemon) -> UnixStreamServer:
+    """Listen on drilld's socket; 0600, or 0660 for the drill group. Raises OSError."""
+    path = socket_of(daemon.config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    old = os.umask(0o177)
+    try:
+        server = _Server(str(path), _Handler)
+    finally:
+        os.umask(old)
+    if daemon.config.drill_group is not None:
+        with suppress(KeyError, PermissionError):
+            os.chown(path, -1, grp.getgrnam(daemon.config.drill_group).gr_gid)
+            path.chmod(SOCKET_MODE)
+    server.daemon = daemon
+    threading.Thread(target=server.serve_forever, name="drilld socket", daemon=True).start()
+    return server
+
+
+def obey(daemon: Daemon) -> None:
+    """Wait for signals in a thread of its own: a handler could interrupt the very lock that it needs."""
+    while True:
+        if signal.sigwait(SIGNALS) != signal.SIGHUP:
+            daemon.stopping.set()
+        daemon.woken.set()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The daemon's entry: 0 after a stop, 2 on a wrong configuration."""
+    parser = argparse.ArgumentParser(prog="tocsin drilld", description="The drill daemon, in the foreground.")
+    parser.add_argument("--config", type=Path, default=None, metavar="FILE")
+    path: Path | None = parser.parse_args(argv).config
+    try:
+        config, rules = load_all(path, os.environ, CATALOGUE)
+        daemon = Daemon(config, drills_of(config, rules.rules), rules.rules, path)
+    except ConfigErrors as errors:
+        print(errors, file=sys.stderr)  # noqa: T201  (a person started this)
+        return 2
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # before any thread is: they all inherit it
+    threading.Thread(target=obey, args=(daemon,), name="signals", daemon=True).start()
+    try:
+        daemon.serve_for_ever()
+    except OSError as error:
+        print(f"tocsin drilld: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""What earlier runs left behind on disk: their records, in order, and the report of one whose runner was killed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from drills import ledger, record
+from drills.ledger import Entry
+from drills.model import Left, State, Verdict
+
+
+def runs(root: Path) -> list[dict[str, Any]]:
+    """One row a run, oldest first, as `tocsin drill history --json` gives them."""
+    found = (record.load(folder) for folder in ledger.run_folders(root / "runs"))
+    return [row_of(one) for one in found if one is not None]
+
+
+def row_of(told: dict[str, Any]) -> dict[str, Any]:
+    """The contract's row of a run."""
+    times = {name: told.get("times", {}).get(name) for name in ("detect_s", "deliver_s", "mitigate_s", "recover_s")}
+    plan = told.get("plan") or {}
+    return {"run": told["run"], "drill": told["drill"]["name"], "verdict": told["verdict"], "why": told["why"],
+            "planned": told["planned_at"], "started": told["started_at"], "ended": told["ended_at"],
+            "targets": plan.get("targets", []), "times": times}
+
+
+def finish_killed(folder: Path, entries: Sequence[Entry], left: Sequence[Left]) -> None:
+    """The report of a run that heal has ended: ABORTED, or ORPHANED where something is left."""
+    told = record.load(folder)
+    if told is None:
+        header = entries[0].data if entries else {}
+        planned_at = entries[0].at if entries else 0.0
+        told = record.blank(folder.name, {"name": str(header.get("drill", "unknown"))}, planned_at)
+        told["started_by"] = header.get("started_by", "unknown")
+    if told["ended_at"] is None or told["verdict"] == Verdict.ORPHANED:
+        state = ledger.last_state(entries) or State.PLANNED
+        told |= {"state": state, "left": [asdict(one) for one in left], "ended_at": time.time(),
+                 "verdict": Verdict.ORPHANED if left else Verdict.ABORTED,
+                 "why": f"left in the world: {'; '.join(one.what for one in left)}" if left
+                 else f"its runner ended in {state}; the fault was undone by its holder or by heal"}
+        record.store(folder, told)
+
+
+def left_of(folder: Path) -> list[Left] | None:
+    """What a run left in the world, as its record says; None where it never was an orphan."""
+    told = record.load(folder)
+    if told is None or (told["verdict"] != Verdict.ORPHANED and not told.get("left")):
+        return None
+    return [Left(one["what"], one["command"]) for one in told["left"]]
+
+
+

@@ -1,0 +1,408 @@
+"""One run of one drill, from PLANNED to REPORTED: each state in the ledger before it is acted on.
+
+    python -m drills.runner RUN_FOLDER [--dry-run] [--accept-unknown-budget]
+
+The runner decides, the holder owns the fault: whatever ends this process, the fault ends with the holder's pipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agent import client
+from agent.config import Config, load_all
+from agent.model import Rule
+from agent.signals import CATALOGUE
+from agent.strict import ConfigErrors
+from drills import guards, holder, ledger, lock, prober, proc, tell, watch
+from drills.config import drills_of
+from drills.faults.table import FAULTS
+from drills.judge import Alarm, Delivery, Evidence, Restart, judge
+from drills.model import Drill, Fault, Left, Plan, Refused, State, Verdict
+from drills.record import Record
+from drills.targets import reserved_ports
+
+TICK_S = 1.0
+PROVE_WITHIN_S = 15.0
+REVERT_WITHIN_S = 10.0
+HOLDER_GRACE_S = 5.0  # the holder's own timer ends it so long after the fault's time
+STALE_S = 30.0
+COMPLETE = 100.0
+
+EXIT: Mapping[Verdict, int] = {
+    Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INCONCLUSIVE: 4, Verdict.INVALID: 4, Verdict.ABORTED: 5,
+    Verdict.SKIPPED: 6, Verdict.DEFERRED: 6, Verdict.ORPHANED: 7,
+}
+# A page of these rules says what a must-hold says: it ends the drill early, and it has failed.
+COUNTERPARTS = frozenset({
+    "ttft-p99", "itl-p99", "latency-p99", "error-rate-high", "error-burn-fast", "node-error-burn-fast", "queue-age",
+    "user-ttft-p99", "user-itl-p99", "user-error-rate",
+})
+
+
+class Ended(Exception):  # noqa: N818  (it says how)
+    """The run ends before its time. `early`: a must-hold failed; else it is aborted."""
+
+    def __init__(self, why: str, *, early: bool = False) -> None:
+        super().__init__(why)
+        self.early = early
+
+
+class Run:
+    """One run. Everything that the report says is in `record`, written after each step."""
+
+    def __init__(self, folder: Path, drill: Drill, config: Config, rules: Sequence[Rule], *,
+                 started_by: str = "unknown", due_at: float | None = None,
+                 clock: Callable[[], float] = time.time) -> None:
+        self.folder, self.config, self.clock = folder, config, clock
+        self.drill = replace(drill, target={**drill.target, "reserved": reserved_ports(config)})
+        self.run = folder.name
+        self.root = folder.parent.parent
+        self.rules = {rule.id: rule for rule in rules}
+        self.fault: Fault = FAULTS[drill.fault]
+        self.ledger = ledger.Ledger.open(folder)
+        self.ledger.note(runner=msgspec.to_builtins(proc.identify(os.getpid())))
+        self.due_at = due_at
+        self.record = Record(folder, drill, clock, started_by=started_by, due_at=due_at)
+        self.stop = threading.Event()
+        self.stop_why = ""
+        self.agent = watch.AgentWatch(config.socket, clock)
+        self.prober: prober.Prober | None = None
+        self.holder: holder.Holder | None = None
+        self.way_back: watch.WayBack | None = None
+        self.plan: Plan | None = None
+        self.spans: dict[str, list[float]] = {}
+        self.failed_before: float | None = None
+        self.left: list[Left] = []
+        self.samples: list[Mapping[str, Any]] = []
+        self.ended: Ended | None = None
+
+    # --- the way through the states ---------------------------------------------------------------------------------
+
+    def execute(self, *, accept_unknown_budget: bool = False) -> Verdict:
+        """All of it. Raises nothing that a fault could outlive."""
+        self.enter(State.PLANNED)
+        try:
+            held = lock.take(self.root, self.run)
+        except Refused as no:
+            return self.refuse(str(no))
+        try:
+            self.enter(State.LOCKED)
+            self.preflight(accept_unknown_budget)
+            return self.drill_it()
+        except Refused as no:
+            return self.refuse(str(no))
+        finally:
+            self.let_go()
+            if not self.left:
+                held.release()
+
+    def enter(self, state: State, **data: Any) -> None:
+        """Write a state down, then let it be true."""
+        self.ledger.write(state, **data)
+        self.record.enter(state)
+
+    def preflight(self, accept_unknown_budget: bool) -> None:
+        """Find the targets and ask every guard. Raises Refused."""
+        self.enter(State.PREFLIGHT)
+        self.plan = self.fault.plan(self.drill, self.run)
+        self.record.planned(self.plan)
+        facts = guards.collect(self.config, self.drill, self.plan, root=self.root, run=self.run, now=self.clock(),
+                               accept_unknown_budget=accept_unknown_budget)
+        checks = guards.before(self.drill, self.plan, facts)
+        self.record.guarded(checks)
+        no = [f"{check.name}: {check.why}" for check in checks if not check.ok]
+        if no:
+            raise Refused("; ".join(no))
+        try:
+            self.agent.start()
+        except (client.NotRunning, client.AgentError) as error:
+            raise Refused(str(error)) from None
+        self.failed_before = watch.failed_notifications(guards.alertmanagers(self.config))
+
+    def refuse(self, why: str) -> Verdict:
+        """SKIPPED, or DEFERRED where it was due and is tried again, with reasons and a report; nothing was touched."""
+        state = State.SKIPPED if self.due_at is None else State.DEFERRED
+        self.enter(state, why=why)
+        self.record.finish(Verdict(state.value), why)
+        return Verdict(state.value)
+
+    def drill_it(self) -> Verdict:
+        """Baseline, fault, recovery, verdict."""
+        assert self.plan is not None  # noqa: S101  (preflight made it)
+        proven, proof = False, "it was never put in"
+        try:
+            self.baseline()
+            self.arm()
+            proven, proof = self.inject()
+            if proven:
+                self.enter(State.OBSERVING)
+                self.pass_time("fault", self.drill.for_s)
+        except Ended as ended:
+            self.ended = ended
+        finally:
+            self.revert()
+        if self.spans.get("fault") and not self.left and (self.ended is None or self.ended.early) and proven:
+            self.recover()
+        return self.conclude(proven, proof)
+
+    def baseline(self) -> None:
+        """Load at the user's address before anything is touched."""
+        self.enter(State.BASELINE)
+        if self.drill.load is not None:
+            degraded = (self.drill.holds.degraded or {}).get("by", {})
+            self.prober = prober.start(self.drill.load, self.folder, [name for name in degraded if name != "model"])
+        self.pass_time("baseline", self.drill.baseline_s)
+
+    def arm(self) -> None:
+        """The plan on disk, the announcement at the agent, the holder up; still nothing is touched."""
+        assert self.plan is not None  # noqa: S101
+        self.enter(State.ARMED, plan=msgspec.to_builtins(self.plan))
+        until = self.clock() + self.drill.for_s + self.drill.resolve_within_s
+        tell.announce(self.config.socket, self.run, self.drill, self.announced, until)
+        self.holder = holder.start(self.folder, self.drill.for_s + PROVE_WITHIN_S + HOLDER_GRACE_S)
+        self.ledger.note(holder=msgspec.to_builtins(self.holder.process_id))
+        self.holder.wait_up(PROVE_WITHIN_S)
+        if self.plan.restarts and self.drill.target.get("url"):
+            self.way_back = watch.WayBack(str(self.drill.target["url"]), self.clock)
+
+    def inject(self) -> tuple[bool, str]:
+        """Put the fault in and prove it; INVALID where that cannot be done."""
+        assert self.plan is not None and self.holder is not None  # noqa: S101, PT018
+        self.enter(State.INJECTING)
+        if self.way_back is not None:
+            self.way_back.start()
+        self.spans["fault"] = [self.clock(), self.clock()]
+        try:
+            injected_at = self.holder.inject(PROVE_WITHIN_S)
+        except holder.HolderError as no:
+            self.enter_quietly(State.INVALID, why=str(no))
+            return False, str(no)
+        self.spans["fault"] = [injected_at, self.clock()]
+        self.record.moment("fault injected", f"holder pid {self.holder.process_id.pid}")
+        end = time.monotonic() + PROVE_WITHIN_S
+        proven, proof = False, "no sample came"
+        while time.monotonic() < end and not proven:
+            self.breathe("fault")
+            proven, proof = self.fault.proven(self.plan, self.holder.samples)
+        self.enter(State.PROVEN if proven else State.INVALID, proof=proof)
+        self.record.moment("fault proven" if proven else "fault NOT proven", proof)
+        return proven, proof
+
+    def revert(self) -> None:
+        """End the fault, look at the world; what is left is ORPHANED and keeps the lock."""
+        if self.holder is None or self.plan is None:
+            return
+        self.enter_quietly(State.REVERTING)
+        self.samples = list(self.holder.samples)
+        self.left = self.holder.revert(REVERT_WITHIN_S)
+        if "fault" in self.spans:
+            self.spans["fault"][1] = self.clock()
+            self.record.moment("fault removed", "; ".join(x.what for x in self.left) or "nothing of ours is left")
+        self.enter_quietly(State.ORPHANED if self.left else State.REVERTED, left=[x.what for x in self.left])
+        if self.left:
+            self.record.orphaned(self.left)
+            tell.orphaned(self.config.socket, self.run, self.left)
+
+    def enter_quietly(self, state: State, **data: Any) -> None:
+        """As `enter`, on a disk that may be full: undoing never needs a successful write."""
+        try:
+            self.enter(state, **data)
+        except OSError as error:
+            self.record.moment(f"{state} could not be written down", type(error).__name__)
+
+    def recover(self) -> None:
+        """Watch until all is as before, at most `recovery`."""
+        try:
+            self.pass_time("recovery", self.drill.recovery_s, done=self.is_recovered)
+        except Ended as ended:
+            self.ended = ended if self.ended is None else self.ended
+        self.enter_quietly(State.RECOVERED)
+
+    def is_recovered(self) -> bool:
+        """The announced alerts are resolved, the target answers, and there was time enough to judge by."""
+        back = self.way_back is None or self.way_back.completion_at is not None
+        settled = self.clock() - self.spans["fault"][1] >= min(COMPLETE, self.drill.recovery_s)
+        return back and settled and all(a.firing_at is None or a.resolved_at is not None for a in self.alarms())
+
+    # --- time passes ------------------------------------------------------------------------------------------------
+
+    def pass_time(self, phase: str, span_s: float, done: Callable[[], bool] = lambda: False) -> None:
+        """One phase: guards each second. Raises Ended."""
+        start = self.spans.setdefault(phase, [self.clock(), self.clock()])[0]
+        end = time.monotonic() + span_s - (self.clock() - start)
+        while time.monotonic() < end and not done():
+            self.breathe(phase)
+
+    def breathe(self, phase: str) -> None:
+        """One second of a phase: feed the agent, ask the guards. Raises Ended."""
+        self.stop.wait(TICK_S)
+        self.spans[phase][1] = self.clock()
+        if self.stop.is_set():
+            raise Ended(self.stop_why or "stopped")
+        if self.prober is not None:
+            tell.users(self.config.socket, self.drill.load.url if self.drill.load else "", self.prober.latest)
+        if self.holder is not None and phase == "fault" and not self.holder.alive:
+            raise Ended("the holder ended before its time: the fault is gone")
+        self.judge_pages()
+        no = [c for c in guards.during(self.drill, guards.collect_during(self.config, self.agent.stale_s)) if not c.ok]
+        if no:
+            raise Ended("; ".join(f"{c.name}: {c.why}" for c in no))
+
+    def judge_pages(self) -> None:
+        """A page that a must-hold stands for fails the drill now; one that nothing announced aborts it."""
+        for page in self.agent.pages():
+            if page["rule"] in self.announced:
+                continue
+            where = f"{page['rule']} on {page['subject']}"
+            if page["rule"] in COUNTERPARTS or page["rule"] in self.caused:
+                raise Ended(f"{where} paged", early=True)
+            raise Ended(f"a page that nothing announced: {where}")
+
+    @property
+    def announced(self) -> Sequence[str]:
+        """The alerts that this drill says will fire."""
+        return self.drill.expects or (self.plan.expects if self.plan else ())
+
+    @property
+    def caused(self) -> set[str]:
+        """What the announced alerts can cause, along the rules' `causes`."""
+        found, todo = set[str](), list(self.announced)
+        while todo:
+            for effect in getattr(self.rules.get(todo.pop()), "causes", ()):
+                if effect not in found:
+                    found.add(effect)
+                    todo.append(effect)
+        return found
+
+    # --- the verdict ------------------------------------------------------------------------------------------------
+
+    def alarms(self) -> list[Alarm]:
+        """What became of each announced alert."""
+        since = self.spans["fault"][0] if "fault" in self.spans else self.clock()
+        rows = self.agent.rows()
+        found = []
+        for rule_id in self.announced:
+            rule = self.rules.get(rule_id)
+            echoed = watch.echoed_at(self.drill.echo, rule_id, since) if self.drill.echo else None
+            found.append(watch.alarm_of(None if rule is None else {"for_s": rule.for_s}, rule_id, rows, since, echoed))
+        return found
+
+    def evidence(self, proven: bool, proof: str) -> Evidence:
+        """All that the run brought."""
+        requests = self.prober.requests() if self.prober is not None else []
+        after = watch.failed_notifications(guards.alertmanagers(self.config))
+        failures = None if after is None or self.failed_before is None else after - self.failed_before
+        sent_ratio, late_s = self.prober.kept() if self.prober is not None else (1.0, 0.0)
+        ended = self.ended
+        silent = [f"the agent was silent for {self.agent.stale_s:.0f} s"] if self.agent.stale_s > STALE_S else []
+        return Evidence(
+            drill=self.drill, baseline=self.span("baseline"), fault=self.span("fault"),
+            recovery=self.span("recovery"), slo_ttft_p99_s=self.config.slo.ttft_p99,
+            slo_itl_p99_s=self.config.slo.itl_p99, proven=proven, proof=proof, requests=requests,
+            sent_ratio=sent_ratio, late_p99_s=late_s, alarms=self.alarms(),
+            delivery=Delivery(bool(self.drill.echo), 1.0, failures), restart=self.restart(),
+            ended_early=str(ended) if ended is not None and ended.early else None,
+            aborted=str(ended) if ended is not None and not ended.early else None,
+            left=[one.what for one in self.left], stale=silent,
+            judge_latency_during=self.drill.fault != "packet-loss")
+
+    def span(self, phase: str) -> tuple[float, float]:
+        """From when to when a phase lasted; an empty one where it was not reached."""
+        now = self.clock()
+        start, end = self.spans.get(phase) or (now, now)
+        return start, end
+
+    def restart(self) -> Restart | None:
+        """The target's way back, and what of it lived on."""
+        if self.way_back is None or self.plan is None:
+            return None
+        way = self.way_back
+        orphans = [f"pid {pid}" for pid in (self.samples[-1].get("outlive", ()) if self.samples else ())]
+        within_s = self.drill.holds.restart_within_s or 600.0
+        return Restart(within_s, way.down_at, way.port_at, way.ready_at, way.completion_at, orphans)
+
+    def conclude(self, proven: bool, proof: str) -> Verdict:
+        """Judge, write the report, say it."""
+        self.let_go()
+        if proven and self.plan is not None:  # with all samples: counters that vanished later prove nothing
+            proven, proof = self.fault.proven(self.plan, self.samples)
+        judgement = judge(self.evidence(proven, proof))
+        self.record.judged(judgement, self.spans, self.samples, self.agent.rows())
+        self.record.finish(judgement.verdict, judgement.why)
+        self.enter_quietly(State.REPORTED, verdict=judgement.verdict)
+        return judgement.verdict
+
+    def let_go(self) -> None:
+        """End the children and threads; may be called twice."""
+        if self.prober is not None:
+            self.prober.stop()
+        if self.way_back is not None:
+            self.way_back.stop()
+        self.agent.stop()
+        tell.end_announcement(self.config.socket, self.run)
+
+    def abort(self, why: str) -> None:
+        """End the run early, in good order; from a signal handler or another thread."""
+        self.stop_why = why
+        self.stop.set()
+
+
+def create(root: Path, drill: Drill, run_id: str, *, started_by: str, config_path: Path | None,
+           due_at: float | None = None) -> Path:
+    """The folder of a new run, with its header in the ledger. Raises OSError."""
+    folder = root / "runs" / run_id
+    header = {"drill": drill.name, "started_by": started_by, "due_at": due_at,
+              "config": None if config_path is None else str(config_path)}
+    ledger.Ledger.create(folder, header).close()
+    return folder
+
+
+def write_skipped(folder: Path, drill: Drill, why: str, due_at: float, clock: Callable[[], float]) -> None:
+    """A run that will not be: SKIPPED in its ledger and its report. Raises OSError."""
+    open_ledger = ledger.Ledger.open(folder)
+    open_ledger.write(State.SKIPPED, why=why)
+    open_ledger.close()
+    Record(folder, drill, clock, started_by="schedule", due_at=due_at).finish(Verdict.SKIPPED, why)
+
+
+def execute(folder: Path, *, accept_unknown_budget: bool = False) -> Verdict:
+    """Run what `create` has made. SIGTERM and SIGINT end it in good order. Raises ConfigErrors, LookupError."""
+    header = ledger.read(folder)[0].data
+    config, rules = load_all(Path(header["config"]) if header.get("config") else None, os.environ, CATALOGUE)
+    drill = next((d for d in drills_of(config, rules.rules) if d.name == header["drill"]), None)
+    if drill is None:
+        raise LookupError(f"{header['drill']}: no drill of this name in the configuration")
+    run = Run(folder, drill, config, rules.rules, started_by=str(header.get("started_by", "unknown")),
+              due_at=header.get("due_at"))
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda got, _: run.abort(f"aborted by {signal.Signals(got).name}"))
+    return run.execute(accept_unknown_budget=accept_unknown_budget)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The runner's entry; its exit status is the verdict's."""
+    parser = argparse.ArgumentParser(prog="drills.runner", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--accept-unknown-budget", action="store_true")
+    args = parser.parse_args(argv)
+    try:
+        return EXIT[execute(args.folder, accept_unknown_budget=args.accept_unknown_budget)]
+    except (ConfigErrors, LookupError, OSError) as error:
+        print(f"tocsin drill: {error}", file=sys.stderr)  # noqa: T201  (a person started this)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""What the drills tell the agent: which alerts are announced, what users get, what was left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from agent import client
+from drills.model import Drill, Left, Refused
+
+SILENT = (client.NotRunning, client.AgentError)
+NOT_ERRORS = frozenset({"ok", "http_4xx"})
+
+
+def address_of(url: str) -> str:
+    """The subject of what users see at an address: its host and port, never its credentials."""
+    parts = urlsplit(url)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"{host}:{parts.port}" if parts.port else f"{host}"
+
+
+def announce(socket: Path, run: str, drill: Drill, rules: Sequence[str], until: float) -> None:
+    """Say which alerts this drill will cause, until when. Raises Refused: unannounced, the page would not say DRILL."""
+    told = {"run": run, "drill": drill.name, "rules": list(rules), "until": until}
+    try:
+        client.ask(socket, "/drills/announce", "POST", told)
+    except SILENT as error:
+        raise Refused(f"the agent cannot be told what this drill announces: {error}") from None
+
+
+def end_announcement(socket: Path, run: str) -> None:
+    """The drill is over. An agent that does not answer forgets it by itself at its end."""
+    with suppress(*SILENT):
+        client.ask(socket, f"/drills/end?run={run}", "POST")
+
+
+def users(socket: Path, url: str, counted: Mapping[str, Any]) -> None:
+    """What the prober has counted so far at the users' address; a silent agent is a guard's business."""
+    if not counted:
+        return
+    outcomes: Mapping[str, int] = counted.get("outcomes", {})
+    told = {"address": address_of(url), "requests": counted.get("finished", 0),
+            "errors": sum(n for outcome, n in outcomes.items() if outcome not in NOT_ERRORS),
+            "ttft": counted.get("ttft"), "itl": counted.get("itl")}
+    with suppress(*SILENT):
+        client.ask(socket, "/user", "POST", told)
+
+
+def orphaned(socket: Path, run: str, left: Sequence[Left]) -> bool:
+    """Page for what a run left in the world, with the exact commands; nothing left ends that page. False: not told."""
+    text = "; ".join(f"{one.what}: {one.command}" for one in left) or None
+    return _tell(socket, "drill_orphaned", run, text)
+
+
+def overdue(socket: Path, drill: str, why: str | None) -> bool:
+    """A ticket for a drill that was due and did not run; None ends it. False: not told."""
+    return _tell(socket, "drill_overdue", drill, why)
+
+
+def _tell(socket: Path, signal: str, subject: str, text: str | None) -> bool:
+    try:
+        client.ask(socket, "/drills/tell", "POST", {"signal": signal, "subject": subject, "text": text})
+    except SILENT:
+        return False
+    return True
