@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from drills import cli as drill_commands
+
 if TYPE_CHECKING:
     from agent.config import Config
     from agent.model import Rule
@@ -39,6 +41,7 @@ config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 rules_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config", help="`config check`: every fault in configuration and rules.")
 app.add_typer(rules_app, name="rules", help="`rules list`: what fires, how loud, and what to do.")
+app.add_typer(drill_commands.app, name="drill", help="`drill list|plan|run|abort|heal|history|unit`.")
 
 CONFIG_HELP = "Configuration [default: /etc/tocsin/tocsin.yaml if it is there, else built-in defaults]."
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help=CONFIG_HELP)]
@@ -345,12 +348,14 @@ def config_check(context: typer.Context, config: ConfigFile = None, as_json: AsJ
     from agent.config import DEFAULT_PATH, load_all, without_function
     from agent.signals import CATALOGUE
     from agent.strict import ConfigErrors
+    from drills.config import drills_of
 
     path = chosen(context, config)
     faults: Sequence[Fault] = ()
     notes: list[str] = []
     try:
         settings, ruleset = load_all(path, os.environ, CATALOGUE)
+        drills_of(settings, ruleset.rules)
         count = f"{len(ruleset.rules)} rules, {len(ruleset.disabled)} disabled"
         notes = [count, *ruleset.notes, *without_function(settings)]
     except ConfigErrors as errors:
@@ -408,6 +413,10 @@ def _rule_row(rule: Rule, unit: str) -> dict[str, Any]:
 
 
 # ---- the entry point ----
+
+
+app.command("drilld")(drill_commands.drilld)
+app.command("report")(drill_commands.report)
 
 
 def main() -> NoReturn:

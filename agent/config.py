@@ -626,7 +626,7 @@ class Config(_Form, frozen=True):
 
 # Keys of the contract whose function this version does not have yet. An entry goes when its function comes.
 WITHOUT_FUNCTION: tuple[str, ...] = (
-    "routers", "gpus", "kernel_log", "sources", "cluster_rules", "pattern", "probe", "web", "drill_group",
+    "routers", "gpus", "kernel_log", "sources", "cluster_rules", "pattern", "probe", "web",
 )
 
 

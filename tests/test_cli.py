@@ -440,15 +440,18 @@ def test_help_has_one_line_for_each_command(cli: Cli) -> None:
     lines = out[out.index("Commands:") :].splitlines()[1:]
     told = dict(line.strip().split(None, 1) for line in lines if line.strip())
     assert code == 0
-    assert set(told) == {"run", "check", "doctor", "alerts", "record", "backtest", "config", "rules"}
+    assert set(told) == {"run", "check", "doctor", "alerts", "record", "backtest", "config", "rules", "drill", "drilld",
+                         "report"}
     assert not [line for line in lines if line.endswith("...")]
     assert "config check" in told["config"]
     assert "rules list" in told["rules"]
-    plain = [[name] for name in told if name not in ("config", "rules")]
-    for words in (*plain, ["config", "check"], ["rules", "list"]):
+    plain = [[name] for name in told if name not in ("config", "rules", "drill")]
+    drill = [["drill", name] for name in ("list", "plan", "run", "abort", "heal", "history", "unit")]
+    for words in (*plain, *drill, ["config", "check"], ["rules", "list"]):
         out = cli(*words, "--help")[1]
         assert "--config FILE" in out, words
-        assert ("--json" in out) == (words[0] not in ("run", "record")), words
+        silent = words[0] in ("run", "record", "drilld", "report") or words in (["drill", "unit"], ["drill", "abort"])
+        assert ("--json" in out) is not silent, words
 
 
 def test_run_becomes_the_daemon(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

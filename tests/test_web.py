@@ -10,14 +10,14 @@ import stat
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent import sdnotify
+from agent import client, sdnotify
 from agent.model import Alert, Book, Signal, SignalSpec, Why
 from agent.signals import SIGNALS
 from agent.web.app import PRIVATE, PUBLIC, allowed_hosts, host_name, make_app
@@ -45,6 +45,7 @@ class FakeView:
         self.late = False
         self.broken = False
         self.nvml: list[float | None] = []
+        self.told: list[tuple[Any, ...]] = []
         self.checked: dict[str, Any] = {"verdict": "page", "node": "gpu-17", "signals": []}
 
     def check(self) -> dict[str, Any]:
@@ -90,6 +91,18 @@ class FakeView:
 
     def reopen_nvml(self) -> dict[str, Any]:
         return {"released": False}
+
+    def take_user(self, address: str, counted: Mapping[str, Any]) -> None:
+        self.told.append(("user", address, counted["requests"], counted["errors"]))
+
+    def announce(self, run: str, drill: str, rules: Sequence[str], until: float) -> None:
+        self.told.append(("announce", run, drill, list(rules), until))
+
+    def end_announcement(self, run: str) -> None:
+        self.told.append(("end", run))
+
+    def tell(self, signal: str, subject: str, text: str | None) -> None:
+        self.told.append(("tell", signal, subject, text))
 
     def tick_at(self) -> float | None:
         return NOW - 1
@@ -160,6 +173,34 @@ def test_the_network_gets_no_actions(view: FakeView, tcp: Server, path: str, met
     """A pod next door posted /nvml/release in a loop and blinded the agent."""
     assert fetch(tcp, path, method)[0] == 404
     assert view.nvml == []
+
+
+def test_drilld_and_its_prober_are_heard_on_the_socket_alone(view: FakeView, unix: Server, tcp: Server) -> None:
+    """An announcement, what users got, and an orphan arrive as they were said; the network may say none of it."""
+    path = Path(unix.address)
+    told = {"run": "run-1", "drill": "process-kill", "rules": ["engine-down"], "until": NOW + 600}
+
+    client.ask(path, "/drills/announce", "POST", told)
+    client.ask(path, "/user", "POST", {"address": "llm.internal", "requests": 100, "errors": 3, "ttft": {"0.5": 97}})
+    orphan = {"signal": "drill_orphaned", "subject": "run-1", "text": "a table is left"}
+    client.ask(path, "/drills/tell", "POST", orphan)
+    client.ask(path, "/drills/end?run=run-1", "POST")
+
+    assert view.told == [("announce", "run-1", "process-kill", ["engine-down"], NOW + 600),
+                         ("user", "llm.internal", 100, 3), ("tell", "drill_orphaned", "run-1", "a table is left"),
+                         ("end", "run-1")]
+    assert all(fetch(tcp, url, "POST")[0] == 404 for url in ("/user", "/drills/announce", "/drills/tell"))
+
+
+@pytest.mark.parametrize(("url", "body", "said"), [
+    ("/drills/announce", {"run": "x"}, "until"), ("/user", {"address": "x"}, "requests"), ("/user", [], "requests"),
+    ("/drills/tell", {"signal": "queue_age", "subject": "x"}, "drill_orphaned"),
+])
+def test_what_drilld_says_wrongly_is_refused_by_name(unix: Server, url: str, body: Any, said: str) -> None:
+    """A field that is missing is named; nothing is taken over."""
+    with pytest.raises(client.AgentError, match=said) as error:
+        client.ask(Path(unix.address), url, "POST", body)
+    assert error.value.status == 400
 
 
 def test_the_socket_gets_everything(view: FakeView, unix: Server) -> None:
