@@ -21,7 +21,7 @@ if __name__ == "__main__":  # structlog would take rich along for tracebacks in 
 import structlog
 
 from agent import sdnotify
-from agent.config import Config, load_all, slo_for, target_name, without_function
+from agent.config import Config, host_port, load_all, slo_for, target_name, without_function
 from agent.loop import Agent, Collector
 from agent.model import Rule, Source
 from agent.node import Node, Setup
@@ -183,7 +183,10 @@ def try_places(config: Config, running: Config) -> None:
     if config.socket != running.socket:
         serve_unix(_nobody, config.socket).close()
     if config.listen != running.listen:
-        serve_tcp(_nobody, config.listen).close()
+        host, port = host_port(config.listen)
+        if port == host_port(running.listen)[1]:
+            port = 0  # we have it ourselves: only whether the host is ours can be tried
+        serve_tcp(_nobody, f"[{host}]:{port}" if ":" in host else f"{host}:{port}").close()
 
 
 def _nobody(_: object, start_response: Callable[..., object]) -> list[bytes]:

@@ -131,9 +131,9 @@ class Ask:
         told = [at for s in subjects or (self.subject,) if (at := self.windows.told_at(s, name)) is not None]
         return min(told, default=self.now)
 
-    def problem(self, name: str, subject: str | None = None) -> Signal | None:
-        """Why a counter or histogram is not told now."""
-        gap = self.windows.problem(subject or self.subject, name, self.now)
+    def problem(self, name: str, subject: str | None = None, key: str | None = None) -> Signal | None:
+        """Why a counter or histogram is not told now, or its series of one key."""
+        gap = self.windows.problem(subject or self.subject, name, self.now, key)
         return None if gap is None else self.gap(gap.code, gap.why)
 
     def window_s(self, window_s: float | None = None) -> float:
@@ -207,7 +207,7 @@ def queue_age_s(ask: Ask) -> Signal:
     waiting = ask.latest("waiting")
     if sleeping or isinstance(waiting, Signal):
         return sleeping or waiting  # type: ignore[return-value]
-    told = ask.problem("ttft")
+    told = ask.problem("ttft", key="count")  # a bucket that cannot be read costs the quantiles, not the queue
     if told is not None:
         return told
     frozen = stale(ask, "waiting", waiting.value)

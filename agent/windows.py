@@ -466,18 +466,22 @@ class Windows:
         owner = self.owners.get((subject, name))
         return None if owner is None else self.tracks.get(owner)
 
-    def problem(self, subject: str, name: str, now: float) -> Gap | None:
-        """Why `name` of `subject` is not told now; None when it is."""
+    def problem(self, subject: str, name: str, now: float, key: str | None = None) -> Gap | None:
+        """Why `name` of `subject` is not told now; None when it is. `key`: whatever is wrong with its other series."""
         gap = self.gaps.get((subject, name))
-        if gap is not None:
-            return gap
         track = self.track_of(subject, name)
+        if gap is not None and (key is None or gap.key in ("", key) or not self._tells(track, (name, subject, key))):
+            return gap
         if track is None:
             return Gap(name, subject, Why.MISSING, f"{name} of {subject} was never told", now)
         late_s = now - track.times[-1]
         if late_s > LATE_INTERVALS * track.interval_s:
             return Gap(name, subject, Why.LATE, f"last told {late_s:.0f} s ago", now)
         return None
+
+    def _tells(self, track: Track | None, series: SeriesKey) -> bool:
+        column = None if track is None else track.columns.get(series)
+        return column is not None and not math.isnan(column[-1])
 
     def keys(self, subject: str, name: str) -> list[str]:
         """The keys (buckets, statuses, reasons) of a name that are known of a subject."""

@@ -15,15 +15,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from agent import client
 from agent.config import Config, EngineConfig, load_all
-from agent.daemon import DATABASE, build, setup_of, sources_of
+from agent.daemon import DATABASE, build, setup_of, sources_of, try_places
 from agent.model import AlertMessage, Book
 from agent.notifiers import owed_to
 from agent.signals import CATALOGUE
 from agent.store import Store
+from agent.web.server import CannotServe
 from tests.agent_process import ROOT, AgentProcess
 from tests.page_server import PageServer
 from tests.receiver import Receiver, Reply, wait_until
@@ -267,6 +269,18 @@ def test_sighup_keeps_the_old_one_where_the_new_address_or_state_cannot_be_had(t
 
         assert len(events(agent, "started")) == 1
         stop(agent)
+
+
+def test_another_host_on_the_port_that_we_hold_ourselves_can_be_had(tmp_path: Path) -> None:
+    """`listen` from loopback to all addresses is a good change: that we are on the port is no reason to refuse it."""
+    with socket.create_server(("127.0.0.1", 0)) as ours:
+        port = ours.getsockname()[1]
+        running = Config(node="n", listen=f"127.0.0.1:{port}", state_dir=tmp_path, socket=tmp_path / "sock")
+
+        try_places(msgspec.structs.replace(running, listen=f"0.0.0.0:{port}"), running)
+        try_places(msgspec.structs.replace(running, listen=f"[::1]:{port}"), running)
+        with pytest.raises(CannotServe, match=r"192\.0\.2\.1"):
+            try_places(msgspec.structs.replace(running, listen=f"192.0.2.1:{port}"), running)
 
 
 # --- refusing to start ------------------------------------------------------------------------------------------------

@@ -596,9 +596,9 @@ def test_a_target_that_was_never_understood_says_what_it_answers() -> None:
     here = node()
     why = "/metrics of http://127.0.0.1:8000 fails: this is HTML, no metrics page"
     names = ("waiting", "ttft", "kv_usage", "preemptions", "itl", "finished", "http")
-    gaps = tuple(Gap(name, "llama", Why.BAD_PAGE, why, T0) for name in names)
+    told = (Sample("down", "llama", 0.0, T0), *(Gap(name, "llama", Why.BAD_PAGE, why, T0) for name in names))
 
-    step(here, 0, Batch("engine:llama", T0, 0.01, (Sample("down", "llama", 0.0, T0), *gaps), EngineFacts("llama", ()), error=why))
+    step(here, 0, Batch("engine:llama", T0, 0.01, told, EngineFacts("llama", ()), error=why))
 
     for rule in ("queue-age", "kv-cache-utilization", "preemptions", "ttft-p99", "itl-p99", "error-burn-fast"):
         assert (row(here, rule)["state"], row(here, rule)["why"]) == ("UNKNOWN", why), rule

@@ -900,6 +900,19 @@ def test_a_fresh_process_is_not_stuck_for_what_the_old_one_did() -> None:
     assert stuck(windows, 120) == pytest.approx(28 / 120, abs=0.05)
 
 
+def test_one_bad_bucket_costs_the_quantiles_and_not_the_queue() -> None:
+    """A proxy broke one bucket's line: TTFT's slow share is unknown, its count is told, and the queue's age with it."""
+    windows = serve(0, 400, lambda at: {**hist("ttft", {"0.5": at, "+Inf": at}), "waiting": 3.0,
+                                        "generation_tokens": at})
+    read(windows, 405, "e", {**PAGE, **hist("ttft", {"0.5": 405.0, "+Inf": 405.0}), "waiting": 3.0,
+                             "generation_tokens": 405.0, "ttft.0.5": None})
+    assert at_end(windows, "ttft-p99", 405).code is Why.NOT_A_NUMBER
+    assert at_end(windows, "queue-age", 405).value == pytest.approx(2.0)  # number 406 came as 403 had been served
+    read(windows, 410, "e", {**PAGE, **hist("ttft", {"0.5": 410.0, "+Inf": 410.0}), "waiting": 3.0,
+                             "generation_tokens": 410.0, "ttft.count": None})
+    assert at_end(windows, "queue-age", 410).state == "gap"
+
+
 def test_a_frozen_page_is_evidence_here() -> None:
     """What is stale to H1 and H2 is "no change" to L2."""
     windows = serve(0, 300, {"waiting": 3.0, "kv_usage": 0.9})
