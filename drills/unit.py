@@ -14,7 +14,13 @@ from drills.model import Drill
 LOOK = ("CAP_SYS_PTRACE", "CAP_DAC_READ_SEARCH")
 # nft, ip and ss speak netlink.
 NETLINK = "RestrictAddressFamilies=AF_NETLINK"
-HIDDEN = {"/home": "ProtectHome=no", "/root": "ProtectHome=no", "/tmp": "PrivateTmp=no", "/var/tmp": "PrivateTmp=no"}
+# Folders that the unit hides, and what shows them.
+HIDDEN = {
+    "/home": "ProtectHome=no",
+    "/root": "ProtectHome=no",
+    "/tmp": "PrivateTmp=no",  # noqa: S108  (nothing of ours is put there)
+    "/var/tmp": "PrivateTmp=no",  # noqa: S108
+}
 
 
 def drop_in(drills: Iterable[Drill], drill_group: str | None = None) -> str:
