@@ -62,7 +62,10 @@ class Gap(NamedTuple):
 
 
 class Found(NamedTuple):
-    """How one quantity was had, for `tocsin doctor`: `how` names the metric or call; None, and `why` says why not."""
+    """How one quantity was had, for `tocsin doctor`: `how` names the metric or call; None, and `why` says why not.
+
+    `code`: the same as one of a closed list; what is NOT_SUPPORTED is no such thing here, everything else is missing.
+    """
 
     name: str
     subject: str
@@ -70,6 +73,7 @@ class Found(NamedTuple):
     note: str = ""
     why: str | None = None
     remedy: str | None = None
+    code: Why | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ class EngineFacts:
 
     target: str
     engines: tuple[str, ...]  # subjects, in the order of their index
-    kind: str = "vllm"
+    kind: str = "unknown"
     model: str | None = None
     build: str | None = None  # changes when the set of families changes
     found: tuple[Found, ...] = ()

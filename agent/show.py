@@ -238,7 +238,8 @@ def _found_table(told: Sequence[object], found: Sequence[Answer]) -> Table | str
     columns = (Column("STATE"), Column("WHAT"), Column("OF", drop=1), Column("HOW, OR WHY NOT AND WHAT TO DO"))
     rows = []
     for item in found:
-        state = "OK" if item.get("how") is not None else "MISSING" if is_missing(item) else "N/A"
+        absent = "N/A" if item.get("code") in (None, "not_supported") else "UNKNOWN"
+        state = "OK" if item.get("how") is not None else "MISSING" if is_missing(item) else absent
         said = [item.get("how") or item.get("why") or "not told", item.get("note"), item.get("remedy")]
         subject = clean(item.get("subject") or "") if several else ""
         rows.append([state, item["name"], subject, clean("; ".join(s for s in said if s))])

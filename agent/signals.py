@@ -886,13 +886,13 @@ def engine_down(ask: Ask) -> Signal:
         return ask.idle("starting", row.value)
     rung = ask.windows.latest(ask.subject, "rung", ask.now)
     fails = {0: "TCP", 1: "/health", 2: "/metrics"}.get(int(rung.value)) if isinstance(rung, Sample) else None
-    return ask.value(row.value, at=row.at, evidence={"failing": fails})
+    return ask.value(row.value, at=row.at, evidence={"failing": fails, "failed_reads": row.value})
 
 
 def engine_slow(ask: Ask) -> Signal:
     """L1. Reads in a row that timed out."""
     row = failures(ask, "slow")
-    return row if isinstance(row, Signal) else ask.value(row.value, at=row.at)
+    return row if isinstance(row, Signal) else ask.value(row.value, at=row.at, evidence={"late_reads": row.value})
 
 
 def engine_stopped(ask: Ask) -> Signal:

@@ -104,6 +104,10 @@ def _free(e: Evidence) -> str:
     return f"{quantity(e['free_bytes'], 'bytes')} free and falling, limit {quantity(e['floor_bytes'], 'bytes')}"
 
 
+def _in_a_row(reads: float) -> str:
+    return "1 read" if reads == 1 else f"{reads:.0f} reads in a row"
+
+
 # The first key of evidence that is there decides; what is told by one of these needs no limit beside it.
 TELLERS: Mapping[str, Callable[[Evidence], str]] = {
     "p99_s": _slow,
@@ -115,6 +119,8 @@ TELLERS: Mapping[str, Callable[[Evidence], str]] = {
     "flat_s": _stuck,
     "waiting_alone_s": _stuck,
     "floor_bytes": _free,
+    "failed_reads": lambda e: f"{e.get('failing') or 'the engine'} fails, {_in_a_row(e['failed_reads'])}",
+    "late_reads": lambda e: f"no answer in time, {_in_a_row(e['late_reads'])}",
     "text": lambda e: str(e["text"]),
 }
 

@@ -240,14 +240,28 @@ def test_a_health_of_503_is_down_though_the_page_is_served(server: PageServer, s
     source.close()
 
 
-def test_a_health_that_is_well_is_left_alone(server: PageServer, source: EngineSource) -> None:
-    """It costs some engines a slot: every 15 s, not at every poll."""
-    asked = server.healths
-    for i in range(20):
-        source.read(float(i))
-    time.sleep(0.1)
+def test_a_health_that_is_well_is_left_alone(server: PageServer) -> None:
+    """It costs some engines a slot: as often as is said, however often the page is read."""
+    source = EngineSource("t", server.url, health_every_s=0.4)
+    began, scrapes = time.monotonic(), server.scrapes
+    until(lambda: source.read(1.0).error is None and server.healths >= 3)
+    took_s, scrapes = time.monotonic() - began, server.scrapes - scrapes
+    source.close()
 
-    assert server.healths == asked
+    assert took_s >= 2 * 0.4
+    assert scrapes > 2 * server.healths
+
+
+def test_a_page_that_is_none_is_told_as_such_before_health_was_heard(server: PageServer) -> None:
+    """Its /health hangs for now: that /metrics serves a web page is known, and no other rung is blamed for it."""
+    server.set_health(200, delay_s=30)
+    server.set_page(b"<html>Sign in</html>", headers={"Content-Type": "text/html"})
+    source = EngineSource("t", server.url)
+    batch = source.read(1.0)
+    source.close()
+
+    assert (batch.error or "").startswith(f"/metrics of {server.url} fails: ")
+    assert ladder(batch) == (0, 0, 2)
 
 
 def test_a_server_without_health_has_answered(server: PageServer) -> None:

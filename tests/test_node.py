@@ -596,7 +596,8 @@ def test_a_target_that_was_never_understood_says_what_it_answers() -> None:
     here = node()
     why = "/metrics of http://127.0.0.1:8000 fails: this is HTML, no metrics page"
     names = ("waiting", "ttft", "kv_usage", "preemptions", "itl", "finished", "http")
-    told = (Sample("down", "llama", 0.0, T0), *(Gap(name, "llama", Why.BAD_PAGE, why, T0) for name in names))
+    told: tuple[Sample | Gap, ...] = (Sample("down", "llama", 0.0, T0),)
+    told += tuple(Gap(name, "llama", Why.BAD_PAGE, why, T0) for name in names)
 
     step(here, 0, Batch("engine:llama", T0, 0.01, told, EngineFacts("llama", ()), error=why))
 
@@ -632,6 +633,24 @@ def test_an_engine_that_never_answered_may_take_its_time_to_start() -> None:
 
     assert first_page_s(fresh) == 600
     assert first_page_s(known) == 10  # the third in a row
+
+
+@pytest.mark.parametrize(("rung", "slow", "rule", "want"), [
+    (0.0, 0.0, "engine-down", "engine-down TCP fails, 3 reads in a row: llama on gpu-17, 0 s"),
+    (1.0, 0.0, "engine-down", "engine-down /health fails, 3 reads in a row: llama on gpu-17, 0 s"),
+    (1.0, 1.0, "engine-slow", "engine-slow no answer in time, 3 reads in a row: llama on gpu-17, 0 s"),
+])
+def test_a_dead_engines_page_says_which_rung_fails(rung: float, slow: float, rule: str, want: str) -> None:
+    """"3, limit 3" sends nobody anywhere: is it the process, its /health, or its page?"""
+    here = node(rule)
+    here.restore(Book(), {"targets": {"llama": {"first_seen_at": T0 - 9000, "ever_up": True, "engines": ["llama"]}}})
+    fired = []
+    for at in (0, 5, 10):
+        told = tuple(samples("llama", T0 + at, {"down": 1.0 - slow, "slow": slow, "rung": rung}))
+        fired += [c for c in step(here, at, Batch("engine:llama", T0 + at, 0.0, told)) if c.kind == "firing"]
+
+    [change] = fired
+    assert change.alert.annotations["summary"] == want
 
 
 def test_an_engine_that_answers_too_late_is_slow_at_any_rhythm() -> None:

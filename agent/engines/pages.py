@@ -339,7 +339,8 @@ class PageReader:
             why = f"{why}; if it is {muted.title}, {muted.muted}"
             remedy = muted.unmute
         engine_map = self._maps[0]
-        found = tuple(Found(name, self.target, None, why=why, remedy=remedy) for name in engine_map.quantities)
+        found = tuple(Found(name, self.target, None, why=why, remedy=remedy, code=Why.MISSING)
+                      for name in engine_map.quantities)
         holes = [_Hole((name, self.target, ""), Why.MISSING, f"{why}: {remedy}") for name in engine_map.quantities]
         return EngineFacts(self.target, (), kind="unknown", found=found, closed=tuple(sorted(self._closed))), holes
 
@@ -452,9 +453,9 @@ class PageReader:
                 hole = missing.get((name, subject))
                 if isinstance(had, Absent):
                     absent = self._lost.get(name, had)
-                    found.append(Found(name, subject, None, why=absent.why, remedy=absent.remedy))
+                    found.append(Found(name, subject, None, why=absent.why, remedy=absent.remedy, code=absent.code))
                 elif hole is not None and (name, subject) not in told:
-                    found.append(Found(name, subject, None, why=hole.why, remedy=quantity.remedy))
+                    found.append(Found(name, subject, None, why=hole.why, remedy=quantity.remedy, code=hole.code))
                 else:
                     since = f"vLLM's name since {had.alias.since}" if had.alias.since else ""
                     since = since.replace("vLLM", names.map.title)

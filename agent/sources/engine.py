@@ -155,7 +155,7 @@ def _climbed(failure: FetchError | None, health: _Asked | None) -> int:
         return 1
     if failure is None:
         return 3
-    return 2 if health is not None and health.is_well else 1
+    return 2 if health is None or health.is_well else 1
 
 
 class _Health:

@@ -245,9 +245,9 @@ class _Driver:
                 self._failed[index] = (CODES.get(error.value, Why.ERROR), f"{job.at_call[0]}: {error}")
                 return False
         if gpu.uuid not in self._known:
-            self._remember(job, gpu.facts({}))
+            self._remember(job, gpu.facts())
         gaps = poll_gpu(job.call, gpu, now, job.readings)
-        self._remember(job, gpu.facts({gap.name: gap.why for gap in gaps}))
+        self._remember(job, gpu.facts(gaps))
         return (gpu.lost is None and len(gaps) < len(NAMES)) or all(gap.code is Why.NOT_SUPPORTED for gap in gaps)
 
     def _remember(self, job: _Job, facts: GpuFacts) -> None:

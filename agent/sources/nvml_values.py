@@ -303,8 +303,9 @@ class Gpu:
     def label(self) -> str:
         return f" of GPU {self.index} ({self.uuid})"
 
-    def facts(self, gaps: Mapping[str, str]) -> GpuFacts:
-        found = tuple(Found(name, self.uuid, self.how.get(name), why=gaps.get(name)) for name in NAMES)
+    def facts(self, gaps: Iterable[Gap] = ()) -> GpuFacts:
+        missing = {gap.name: Found(gap.name, self.uuid, None, why=gap.why, code=gap.code) for gap in gaps}
+        found = tuple(missing.get(name) or Found(name, self.uuid, self.how.get(name)) for name in NAMES)
         return GpuFacts(self.uuid, self.index, self.name, self.bdf, self.limit_c, found)
 
 
