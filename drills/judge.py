@@ -7,7 +7,8 @@ INCONCLUSIVE), must-holds make the verdict (PASS, FAIL).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,12 @@ CONFIDENCE = 0.95
 STORM = 1.5  # upstream attempts ÷ requests
 STORM_AFTER = 1.2  # times the baseline, still 2 m after the fault
 STORM_AFTER_S = 120.0
+SLOW_FAULTS = frozenset({"packet-loss", "upstream-timeout"})  # slowness is what they are
 BACK_WITHIN_S = 120.0  # p99 back inside the SLO after a fault that is not judged while it lasts
+MAY_FIRE = frozenset({"packet-loss"})
 FIRE_WITHIN_S = 60.0  # beside the rule's own `for`
 DELIVER_WITHIN_S = 15.0  # beside the group_wait
+AT_ONCE_S = 1.0  # two instants that different processes wrote down are told apart no better
 LATE_S = 1.0  # a prober that is later than this did not keep its rate
 KEPT = 0.98
 STEP_S = 5.0
@@ -96,6 +100,8 @@ class Evidence:
     left: Sequence[str] = ()  # of ours, still in the world
     stale: Sequence[str] = ()  # telemetry that was not fresh
     judge_latency_during: bool = True  # False for packet loss: TCP hides it from some and not from others
+    slo_availability: float | None = None  # share of good requests that was promised; None: unknown
+    slo_window_s: float | None = None  # over which
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,41 +117,28 @@ class Judgement:
 
 def binomial_tail(k: int, n: int, p: float) -> float:
     """P(X <= k) of n tries with probability p."""
-    if p <= 0:
+    if p <= 0 or k >= n:
         return 1.0
     if p >= 1:
-        return 1.0 if k >= n else 0.0
+        return 0.0
     log_p, log_q = math.log(p), math.log1p(-p)
     terms = (math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) + i * log_p + (n - i) * log_q
              for i in range(min(k, n) + 1))
     return min(1.0, math.fsum(math.exp(t) for t in terms))
 
 
-def clopper_pearson(k: int, n: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """One-sided lower and upper bounds of a share of k in n (Clopper and Pearson 1934), each at `confidence`."""
-    if n <= 0:
-        return 0.0, 1.0
-    alpha = 1 - confidence
-    upper = 1.0 if k >= n else _root(lambda p: binomial_tail(k, n, p) - alpha)
-    lower = 0.0 if k <= 0 else _root(lambda p: alpha - (1 - binomial_tail(k - 1, n, p)))
-    return lower, upper
-
-
-def _root(falling: Any) -> float:
-    """Where a function that falls from positive to negative over [0, 1] is 0."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if falling(middle) > 0 else (low, middle)
-    return (low + high) / 2
-
-
 def k_of_n(k: int, n: int, allowed: float = ALLOWED) -> Verdict:
-    """PASS where at most `allowed` is sure, FAIL where more is, else INCONCLUSIVE."""
-    lower, upper = clopper_pearson(k, n)
-    if upper <= allowed + 1e-12:
+    """PASS where at most `allowed` is sure, FAIL where more is, else INCONCLUSIVE.
+
+    Sure: the one-sided 95 % bounds of Clopper and Pearson (1934). The upper one is at most `allowed` where so few as k
+    would then be a chance of at most 5 %, the lower one above it where so many would be one of under 5 %.
+    """
+    if n <= 0:
+        return Verdict.INCONCLUSIVE
+    alpha = 1 - CONFIDENCE
+    if binomial_tail(k, n, allowed) <= alpha:
         return Verdict.PASS
-    return Verdict.FAIL if lower > allowed else Verdict.INCONCLUSIVE
+    return Verdict.FAIL if k > 0 and 1 - binomial_tail(k - 1, n, allowed) < alpha else Verdict.INCONCLUSIVE
 
 
 def overlapping(requests: Iterable[Request], span: tuple[float, float]) -> list[Request]:
@@ -162,7 +155,7 @@ def judge(evidence: Evidence) -> Judgement:
     """The verdict of a run: the worst of what applies, ORPHANED above all."""
     rows = [*validity(evidence), *must_holds(evidence), *alarm_rows(evidence)]
     verdict, why = overall(evidence, rows)
-    return Judgement(verdict, why, rows, times_of(evidence), impact_of(evidence))
+    return Judgement(verdict, why, rows, times_of(evidence, rows), impact_of(evidence))
 
 
 def overall(evidence: Evidence, rows: Sequence[Row]) -> tuple[Verdict, str]:
@@ -191,13 +184,16 @@ def validity(evidence: Evidence) -> list[Row]:
     proven = Verdict.PASS if evidence.proven else Verdict.INVALID
     rows = [Row("fault_proven", proven, "proven by counters or the kernel", evidence.proof)]
     if evidence.drill.load is not None:
-        kept = evidence.sent_ratio >= KEPT and evidence.late_p99_s <= LATE_S
-        rows.append(Row("load_kept", Verdict.PASS if kept else Verdict.INCONCLUSIVE,
+        rows.append(Row("load_kept", Verdict.PASS if kept_its_rate(evidence) else Verdict.INCONCLUSIVE,
                         f"{evidence.drill.load.rate_per_s:g} requests/s, at most {LATE_S:g} s late",
                         f"{evidence.sent_ratio:.0%} of them, p99 {evidence.late_p99_s:.3f} s late"))
-    if evidence.stale:
-        rows.append(Row("telemetry_fresh", Verdict.INCONCLUSIVE, "fresh throughout", "; ".join(evidence.stale)))
-    return rows
+    fresh = Verdict.INCONCLUSIVE if evidence.stale else Verdict.PASS
+    return [*rows, Row("telemetry_fresh", fresh, "fresh throughout", "; ".join(evidence.stale) or "it was")]
+
+
+def kept_its_rate(evidence: Evidence) -> bool:
+    """Whether the prober sent what it was asked to send, when it was asked to."""
+    return evidence.sent_ratio >= KEPT and evidence.late_p99_s <= LATE_S
 
 
 # --- must-holds ------------------------------------------------------------------------------------------------------
@@ -206,10 +202,10 @@ def validity(evidence: Evidence) -> list[Row]:
 def must_holds(evidence: Evidence) -> list[Row]:
     """Traffic, latency, errors, restart, retries, degradation."""
     holds = evidence.drill.holds
-    rows = []
+    rows = [end_row(evidence)]
     if evidence.drill.load is not None:
         rows += [row for row in (goodput_row(evidence), latency_row(evidence, "ttft"), latency_row(evidence, "itl"),
-                                 error_row(evidence)) if row is not None]
+                                 error_row(evidence), streams_row(evidence), deadline_row(evidence)) if row is not None]
     if evidence.restart is not None:
         rows += restart_rows(evidence, evidence.restart)
     if holds.retry_storm:
@@ -217,6 +213,14 @@ def must_holds(evidence: Evidence) -> list[Row]:
     if holds.degraded is not None:
         rows.append(degraded_row(evidence, holds.degraded))
     return rows
+
+
+def end_row(evidence: Evidence) -> Row:
+    """The fault lasted its time: no page of a must-hold and no guard ended it."""
+    early, aborted = evidence.ended_early, evidence.aborted
+    verdict = Verdict.FAIL if early else Verdict.ABORTED if aborted else Verdict.PASS
+    asked = f"the fault lasts its {evidence.drill.for_s:g} s"
+    return Row("not_ended_early", verdict, asked, early or aborted or "it did")
 
 
 def goodput_row(evidence: Evidence) -> Row | None:
@@ -228,13 +232,16 @@ def goodput_row(evidence: Evidence) -> Row | None:
     asked = f"{holds.goodput:.0%} of {load.rate_per_s:g}/s within {holds.goodput_within_s:g} s"
     before, after = (goodput(evidence.requests, s, load.rate_per_s) for s in (evidence.baseline, evidence.recovery))
     if end - start < GOODPUT_STEP_S:
-        return Row("goodput", Verdict.INCONCLUSIVE, asked, "the fault was shorter than that", share(before), "unknown",
-                   share(after))
-    during = goodput(evidence.requests, (start, end), load.rate_per_s)
-    verdict = Verdict.PASS if during is not None and during >= holds.goodput else Verdict.FAIL
-    back_at = shifted_at(evidence)
-    detail = {"shifted_after_s": None if back_at is None else back_at - evidence.fault[0]}
-    return Row("goodput", verdict, asked, share(during), share(before), share(during), share(after), detail)
+        return Row("goodput", Verdict.INCONCLUSIVE, asked, "the fault was shorter than that", share(before),
+                   after=share(after), detail={"took_s": None})
+    during, back_at = goodput(evidence.requests, (start, end), load.rate_per_s), shifted_at(evidence)
+    took_s = None if back_at is None else back_at - evidence.fault[0]
+    back = "never back for good" if took_s is None else f"back after {took_s:.0f} s"
+    ok = during is not None and during >= holds.goodput and took_s is not None and took_s <= holds.goodput_within_s
+    verdict = Verdict.PASS if ok else Verdict.FAIL if kept_its_rate(evidence) else Verdict.INCONCLUSIVE
+    detail = {"took_s": took_s, "limit_s": holds.goodput_within_s, "shifted_at": back_at}
+    return Row("goodput", verdict, asked, f"{share(during)} from then on, {back}", share(before), share(during),
+               share(after), detail)
 
 
 def goodput(requests: Iterable[Request], span: tuple[float, float], rate_per_s: float) -> float | None:
@@ -245,41 +252,66 @@ def goodput(requests: Iterable[Request], span: tuple[float, float], rate_per_s: 
 
 
 def shifted_at(evidence: Evidence) -> float | None:
-    """When goodput was back for good: the start of the first step from which every step has its share."""
+    """When goodput was back for good: after the last two steps in a row (10 s) that had not their share."""
     holds, load = evidence.drill.holds, evidence.drill.load
     if holds.goodput is None or load is None:
         return None
-    start, end = evidence.fault
-    back: float | None = None
-    for i in range(int((end - start) // GOODPUT_STEP_S)):
-        step = (start + i * GOODPUT_STEP_S, start + (i + 1) * GOODPUT_STEP_S)
-        ok = (goodput(evidence.requests, step, load.rate_per_s) or 0.0) >= holds.goodput - 1 / max(
-            1.0, load.rate_per_s * GOODPUT_STEP_S)
-        back = (step[0] if back is None else back) if ok else None
-    return back
+    start, asked = evidence.fault[0], load.rate_per_s * GOODPUT_STEP_S
+    least = holds.goodput - 1 / max(1.0, asked)  # one request of a step may be late
+    good = Counter(int((r.due_at - start) // GOODPUT_STEP_S) for r in evidence.requests if r.outcome == "ok")
+    return back_for_good(evidence.fault, lambda i: good[i] / asked >= least)
+
+
+def back_for_good(span: tuple[float, float], is_good: Callable[[int], bool]) -> float | None:
+    """The start of the first good step after the last two bad ones in a row; None: it ends badly, or has no step."""
+    good = [is_good(i) for i in range(int((span[1] - span[0]) // GOODPUT_STEP_S))]
+    bad = [i for i in range(len(good)) if not good[i] and (i == 0 or not good[i - 1])]
+    first = max(bad, default=-1) + 1
+    return span[0] + first * GOODPUT_STEP_S if first < len(good) else None
 
 
 def latency_row(evidence: Evidence, what: str) -> Row | None:
-    """p99 of TTFT or ITL by k of n: how many were over the limit, from injection to recovery."""
-    asked = getattr(evidence.drill.holds, f"{what}_p99")
-    if asked is None:
+    """p99 of TTFT or ITL by k of n: how many were over the limit, from injection to recovery.
+
+    A fault that is slowness itself is only reported while it lasts, unless the drill names its own limit: its p99 must
+    be back from 2 m after it on.
+    """
+    limit, load = getattr(evidence.drill.holds, f"{what}_p99"), evidence.drill.load
+    if limit is None or load is None:
         return None
-    limit_s = getattr(evidence, f"slo_{what}_p99_s") if asked == "slo" else float(asked)
-    during = evidence.fault if evidence.judge_latency_during else (evidence.fault[1] + BACK_WITHIN_S,
-                                                                   evidence.recovery[1])
-    judged = (during[0], evidence.recovery[1])
-    values = samples(evidence.requests, judged, what)
+    limit_s = getattr(evidence, f"slo_{what}_p99_s") if limit == "slo" else float(limit)
+    lasting = limit != "slo" or (evidence.judge_latency_during and evidence.drill.fault not in SLOW_FAULTS)
+    judged = (evidence.fault[0] if lasting else evidence.fault[1] + BACK_WITHIN_S, evidence.recovery[1])
+    asked = f"p99 <= {limit_s * 1000:.0f} ms{'' if lasting else f' from {BACK_WITHIN_S:.0f} s after the fault'}"
+    if not load.streaming:
+        return Row(f"{what}_p99", Verdict.SKIPPED, asked, "unknown: without streaming nobody sees it")
+    values = samples(evidence.requests, judged, what) if judged[1] > judged[0] else []
     over = sum(v > limit_s for v in values)
-    if judged[1] <= judged[0] or not values:
-        verdict, got = Verdict.INCONCLUSIVE, "nothing was measured"
-    else:
-        verdict = k_of_n(over, len(values))
-        got = f"{over} of {len(values)} over {limit_s * 1000:.0f} ms"
-    before, lasting, after = (p99_text(samples(evidence.requests, span, what))
-                              for span in (evidence.baseline, evidence.fault, evidence.recovery))
-    when = "" if evidence.judge_latency_during else f" from {BACK_WITHIN_S:.0f} s after the fault"
-    return Row(f"{what}_p99", verdict, f"p99 <= {limit_s * 1000:.0f} ms{when}", got, before, lasting, after,
-               {"k": over, "n": len(values)})
+    got = f"{over} of {len(values)} over {limit_s * 1000:.0f} ms" if values else "nothing was measured then"
+    before, during, after = (p99_text(samples(evidence.requests, span, what))
+                             for span in (evidence.baseline, evidence.fault, evidence.recovery))
+    detail = {"k": over, "n": len(values), "allowed": ALLOWED, "limit_s": limit_s,
+              "slow_until": slow_until(evidence, what, limit_s),
+              "back_limit_s": evidence.fault[1] - evidence.fault[0] + BACK_WITHIN_S}
+    return Row(f"{what}_p99", k_of_n(over, len(values)), asked, got, before, during, after, detail)
+
+
+def slow_until(evidence: Evidence, what: str, limit_s: float) -> float | None:
+    """When the p99 of the last step of 5 s was over the limit before it was back for good; None: it never was over.
+
+    Infinite where it was not back at the end.
+    """
+    start, end = evidence.fault[0], max(evidence.fault[1], evidence.recovery[1])
+    steps: dict[int, list[float]] = {}
+    for request in evidence.requests:
+        if start <= request.sent_at < end:
+            own = samples([request], (-math.inf, math.inf), what)
+            steps.setdefault(int((request.sent_at - start) // GOODPUT_STEP_S), []).extend(own)
+    slow = {i for i, values in steps.items() if (quantile(values) or 0.0) > limit_s}
+    if not slow:
+        return None
+    back = back_for_good((start, end), lambda i: i not in slow)
+    return math.inf if back is None else back
 
 
 def samples(requests: Iterable[Request], span: tuple[float, float], what: str) -> list[float]:
@@ -294,38 +326,78 @@ def samples(requests: Iterable[Request], span: tuple[float, float], what: str) -
     return found
 
 
+def victims_streams(evidence: Evidence) -> list[Request]:
+    """Streams that were cut since they ran on the target when it was killed: in flight then, as far as can be told."""
+    start = evidence.fault[0]
+    return [r for r in evidence.requests if evidence.restart is not None and r.outcome == "broken"
+            and r.sent_at <= start + AT_ONCE_S and r.ended_at >= start - AT_ONCE_S]
+
+
 def error_row(evidence: Evidence) -> Row | None:
-    """Failed requests by k of n, from injection to recovery; streams that broke on the victim are told apart."""
+    """Failed requests by k of n, from injection to recovery; streams that were cut on the victim are told apart."""
     allowed = evidence.drill.holds.error_ratio
     if allowed is None:
         return None
     judged = overlapping(evidence.requests, (evidence.fault[0], evidence.recovery[1]))
     failed = [r for r in judged if r.outcome != "ok"]
-    broken = [r for r in failed if r.outcome == "broken" and evidence.restart is not None
-              and r.sent_at < evidence.fault[0] + 1.0]
-    counted, n = len(failed) - len(broken), len(judged) - len(broken)
+    cut = {r.id for r in victims_streams(evidence)} & {r.id for r in failed}
+    counted, n = len(failed) - len(cut), len(judged) - len(cut)
     classes: dict[str, int] = {}
     for request in failed:
         classes[request.outcome] = classes.get(request.outcome, 0) + 1
-    verdict = k_of_n(counted, n, allowed) if n else Verdict.INCONCLUSIVE
-    got = f"{counted} of {n} failed" + (f", beside {len(broken)} streams cut on the victim" if broken else "")
-    before, lasting, after = (errors_text(overlapping(evidence.requests, span))
-                              for span in (evidence.baseline, evidence.fault, evidence.recovery))
-    return Row("error_ratio", verdict, f"<= {allowed:.3g} of requests", got, before, lasting, after,
-               {"k": counted, "n": n, "classes": classes})
+    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(classes.items()))
+    got = f"{counted} of {n} failed" + (f", beside {len(cut)} streams cut on the victim" if cut else "")
+    before, during, after = (errors_text(overlapping(evidence.requests, span))
+                             for span in (evidence.baseline, evidence.fault, evidence.recovery))
+    return Row("error_ratio", k_of_n(counted, n, allowed), f"<= {allowed:.3g} of requests",
+               got + (f" ({told})" if told else ""), before, during, after,
+               {"k": counted, "n": n, "allowed": allowed, "classes": classes})
+
+
+def streams_row(evidence: Evidence) -> Row | None:
+    """A killed target cuts the streams that ran on it, and no other."""
+    if evidence.restart is None or evidence.drill.load is None or not evidence.drill.load.streaming:
+        return None
+    victims = {r.id for r in victims_streams(evidence)}
+    judged = overlapping(evidence.requests, (evidence.fault[0], evidence.recovery[1]))
+    others = [r for r in judged if r.outcome == "broken" and r.id not in victims]
+    return Row("no_other_stream_cut", Verdict.FAIL if others else Verdict.PASS, "none but those on the victim",
+               f"{len(others)} others, {len(victims)} on the victim")
+
+
+def deadline_row(evidence: Evidence) -> Row | None:
+    """A slow upstream keeps nobody waiting until the client gives up."""
+    if evidence.drill.fault != "upstream-timeout" or evidence.drill.load is None:
+        return None
+    judged = overlapping(evidence.requests, (evidence.fault[0], evidence.recovery[1]))
+    gave_up = sum(r.outcome == "timeout" for r in judged)
+    return Row("deadline_respected", k_of_n(gave_up, len(judged)),
+               f"answered within the client's {evidence.drill.load.deadline_s:g} s",
+               f"{gave_up} of {len(judged)} were not",
+               detail={"k": gave_up, "n": len(judged), "allowed": ALLOWED})
 
 
 def restart_rows(evidence: Evidence, restart: Restart) -> list[Row]:
-    """The killed target came back by itself, answered, and left nothing behind."""
-    start = restart.down_at if restart.down_at is not None else evidence.fault[0]
-    took = {name: None if at is None else at - start for name, at in (
-        ("port_s", restart.port_at), ("ready_s", restart.ready_at), ("completion_s", restart.completion_at))}
-    done = took["completion_s"]
-    verdict = Verdict.PASS if done is not None and done <= restart.within_s else Verdict.FAIL
-    got = "never answered" if done is None else f"first completion after {done:.1f} s"
-    orphans = Row("no_orphans", Verdict.FAIL if restart.orphans else Verdict.PASS, "no process of it lives on",
-                  "; ".join(restart.orphans) or "none")
-    return [Row("restart", verdict, f"a completion within {restart.within_s:.0f} s", got, detail=took), orphans]
+    """The killed target came back by itself, answered, and left nothing behind: else its return does not count."""
+    start = evidence.fault[0]
+    reached = {"down": restart.down_at, "port": restart.port_at, "ready": restart.ready_at,
+               "completion": restart.completion_at}
+    took_s = None if restart.completion_at is None else restart.completion_at - start
+    split = ", ".join(f"{name} {at - start:.1f} s" for name, at in reached.items() if at is not None)
+    counts = not restart.orphans and restart.gpu_free is not False
+    ok = took_s is not None and took_s <= restart.within_s and counts
+    got = "never answered" if took_s is None else f"first completion after {took_s:.1f} s"
+    got += f" ({split})" if split else ""
+    detail = {"took_s": took_s, "limit_s": restart.within_s, **{f"{name}_at": at for name, at in reached.items()}}
+    free = {True: Verdict.PASS, False: Verdict.FAIL, None: Verdict.SKIPPED}[restart.gpu_free]
+    return [
+        Row("restart", Verdict.PASS if ok else Verdict.FAIL, f"Ready and a completion within {restart.within_s:.0f} s",
+            got if counts else f"{got}, while something of the killed one was still there", detail=detail),
+        Row("no_orphans", Verdict.FAIL if restart.orphans else Verdict.PASS, "no process of it lives on",
+            "; ".join(restart.orphans) or "none"),
+        Row("gpu_memory_free", free, "its GPU memory is free again",
+            {True: "it is", False: "it is still held", None: "unknown: no GPU was asked"}[restart.gpu_free]),
+    ]
 
 
 def storm_row(evidence: Evidence) -> Row:
@@ -336,10 +408,11 @@ def storm_row(evidence: Evidence) -> Row:
     late = amplification(evidence.counts, (evidence.fault[1] + STORM_AFTER_S, evidence.recovery[1]))
     if not during:
         return Row("no_retry_storm", Verdict.SKIPPED, asked, "unknown: no router tells its attempts")
-    usual = max(1.0, sum(before) / len(before)) if before else 1.0
-    storm = max(during) > STORM or (bool(late) and late[-1] > STORM_AFTER * usual)
+    usual = sum(before) / len(before) if before else None
+    storm = max(during) > STORM or (bool(late) and max(late) > STORM_AFTER * (usual or 1.0))
     return Row("no_retry_storm", Verdict.FAIL if storm else Verdict.PASS, asked, f"at most {max(during):.2f}",
-               f"{usual:.2f}", f"{max(during):.2f}", f"{late[-1]:.2f}" if late else "unknown")
+               "unknown" if usual is None else f"{usual:.2f}", f"{max(during):.2f}",
+               f"{max(late):.2f}" if late else "unknown")
 
 
 def amplification(counts: Counts, span: tuple[float, float]) -> list[float]:
@@ -348,34 +421,40 @@ def amplification(counts: Counts, span: tuple[float, float]) -> list[float]:
     found, first = [], rows[0] if rows else None
     for row in rows:
         if first is not None and row[0] - first[0] >= STEP_S:
-            if row[1] > first[1]:
+            if row[1] > first[1] and row[2] >= first[2]:  # else nobody asked, or a counter began anew
                 found.append((row[2] - first[2]) / (row[1] - first[1]))
             first = row
     return found
 
 
 def degraded_row(evidence: Evidence, asked: Mapping[str, Any]) -> Row:
-    """Degradation came on in time, as the answers themselves show, and went off again."""
+    """Degradation came on in time, as every good answer since then shows; what shows it before proves nothing."""
     by, within_s = asked["by"], float(asked["within_s"])
-    during = [r for r in evidence.requests if evidence.fault[0] + within_s <= r.sent_at < evidence.fault[1]]
-    shown = [r for r in during if is_degraded(r, by)]
-    in_baseline = [r for r in overlapping(evidence.requests, evidence.baseline) if is_degraded(r, by)]
-    what = ", ".join(f"{k}: {v}" for k, v in by.items())
+    what = f"{', '.join(f'{k} {v}' for k, v in by.items())} within {within_s:g} s"
+    good = [r for r in evidence.requests if r.outcome == "ok"]
+    during = [r for r in good if evidence.fault[0] + within_s <= r.sent_at < evidence.fault[1]]
+    shown = [r for r in good if evidence.fault[0] <= r.sent_at < evidence.fault[1] and is_degraded(r, by)]
+    before, after = (sum(is_degraded(r, by) for r in good if span[0] <= r.sent_at < span[1])
+                     for span in (evidence.baseline, evidence.recovery))
+    first_s = min((r.sent_at for r in shown), default=math.inf) - evidence.fault[0]
+    late = sum(is_degraded(r, by) for r in during)
+    verdict = Verdict.PASS if late == len(during) and not before else Verdict.FAIL
     if not during:
-        return Row("degraded", Verdict.INCONCLUSIVE, f"{what} within {within_s:g} s", "no request was sent then")
-    verdict = Verdict.PASS if len(shown) == len(during) and not in_baseline else Verdict.FAIL
-    first = min((r.sent_at for r in shown), default=None)
-    return Row("degraded", verdict, f"{what} within {within_s:g} s", f"{len(shown)} of {len(during)} answers show it",
-               f"{len(in_baseline)} answers", f"{len(shown)} answers",
-               detail={"first_after_s": None if first is None else first - evidence.fault[0]})
+        verdict = Verdict.INCONCLUSIVE
+    got = f"{late} of {len(during)} good answers show it" if during else "nothing was answered well then"
+    return Row("degraded", verdict, what, got, f"{before} answers", f"{len(shown)} answers", f"{after} answers",
+               {"first_after_s": first_s if shown else None})
 
 
 def is_degraded(request: Request, by: Mapping[str, Any]) -> bool:
-    """Does an answer show the degradation: another model, or a header."""
+    """Does an answer show the degradation: `model` of the answer, or `header`, a name or "name: value"."""
     if "model" in by and request.model != by["model"]:
         return False
-    headers = {k.lower(): v for k, v in request.headers.items()}
-    return all(k == "model" or headers.get(str(k).lower()) == str(v) for k, v in by.items())
+    if "header" in by:
+        name, _, value = str(by["header"]).partition(":")
+        got = {k.lower(): v.strip() for k, v in request.headers.items()}.get(name.strip().lower())
+        return got is not None and value.strip() in ("", got)
+    return "model" in by
 
 
 # --- the alarm -------------------------------------------------------------------------------------------------------
@@ -394,17 +473,24 @@ def rows_of_alarm(evidence: Evidence, alarm: Alarm) -> list[Row]:
     start, limit_s = evidence.fault[0], FIRE_WITHIN_S + alarm.for_s
     fired_s = None if alarm.firing_at is None else alarm.firing_at - start
     name, asked = f"alarm.{alarm.rule}", f"firing within {limit_s:.0f} s"
-    if not alarm.enabled:
-        return [Row(f"{name}.fired", Verdict.FAIL, asked, "the rule is disabled")]
-    if fired_s is None:
-        return [Row(f"{name}.fired", Verdict.FAIL, asked, "it never fired")]
-    rows = [Row(f"{name}.fired", Verdict.PASS if fired_s <= limit_s else Verdict.FAIL, asked, f"after {fired_s:.1f} s"),
-            delivered_row(evidence, alarm)]
+    detail = {"took_s": fired_s, "limit_s": limit_s, "pending_at": alarm.pending_at, "firing_at": alarm.firing_at}
+    if not alarm.enabled or fired_s is None:
+        # Some clients are spared by TCP: what packet loss announces by itself may fire, and need not.
+        may = evidence.drill.fault in MAY_FIRE and not evidence.drill.expects
+        got = "it never fired" if alarm.enabled else "the rule is disabled"
+        return [Row(f"{name}.fired", Verdict.SKIPPED if may else Verdict.FAIL, asked,
+                    f"{got}; it may fire, and need not" if may else got, detail=detail)]
     within_s = evidence.drill.resolve_within_s
-    resolved_s = None if alarm.resolved_at is None else alarm.resolved_at - evidence.fault[1]
+    resolved_s = None if alarm.resolved_at is None else max(0.0, alarm.resolved_at - evidence.fault[1])
     ok = resolved_s is not None and resolved_s <= within_s
-    got = "still firing" if resolved_s is None else f"{max(0.0, resolved_s):.1f} s after the fault"
-    return [*rows, Row(f"{name}.resolved", Verdict.PASS if ok else Verdict.FAIL, f"within {within_s:.0f} s", got)]
+    return [
+        Row(f"{name}.fired", Verdict.PASS if fired_s <= limit_s else Verdict.FAIL, asked, f"after {fired_s:.1f} s",
+            detail=detail),
+        delivered_row(evidence, alarm),
+        Row(f"{name}.resolved", Verdict.PASS if ok else Verdict.FAIL, f"within {within_s:.0f} s of the fault's end",
+            "still firing" if resolved_s is None else f"after {resolved_s:.1f} s",
+            detail={"took_s": resolved_s, "limit_s": within_s, "resolved_at": alarm.resolved_at}),
+    ]
 
 
 def delivered_row(evidence: Evidence, alarm: Alarm) -> Row:
@@ -412,41 +498,58 @@ def delivered_row(evidence: Evidence, alarm: Alarm) -> Row:
     delivery, name = evidence.delivery, f"alarm.{alarm.rule}.delivered"
     limit_s = delivery.group_wait_s + DELIVER_WITHIN_S
     asked = f"at the receiver within {limit_s:.0f} s of firing"
-    failing = f"Alertmanager failed {delivery.failures:.0f} notifications" if delivery.failures else ""
+    detail: dict[str, Any] = {"took_s": None, "limit_s": limit_s, "delivered_at": alarm.delivered_at}
     if alarm.delivered_at is not None and alarm.firing_at is not None:
-        took_s = alarm.delivered_at - alarm.firing_at
-        return Row(name, Verdict.PASS if took_s <= limit_s else Verdict.FAIL, asked, f"after {took_s:.1f} s")
-    if failing:
-        return Row(name, Verdict.FAIL, asked, failing)
+        detail["took_s"] = took_s = alarm.delivered_at - alarm.firing_at
+        return Row(name, Verdict.PASS if took_s <= limit_s else Verdict.FAIL, asked, f"after {took_s:.1f} s",
+                   detail=detail)
+    if delivery.failures:
+        failed = f"Alertmanager failed {delivery.failures:.0f} notifications"
+        return Row(name, Verdict.FAIL, asked, failed, detail=detail)
     if delivery.has_echo:
-        return Row(name, Verdict.FAIL, asked, "it never reached the receiver")
-    return Row(name, Verdict.INCONCLUSIVE, asked, "accepted by Alertmanager; no receiver can be asked (`echo:`)")
+        return Row(name, Verdict.FAIL, asked, "it never reached the receiver", detail=detail)
+    accepted = "unknown" if delivery.failures is None else "accepted by Alertmanager"
+    return Row(name, Verdict.INCONCLUSIVE, asked, f"{accepted}; no receiver can be asked (`echo:`)", detail=detail)
 
 
 # --- what it cost ----------------------------------------------------------------------------------------------------
 
 
-def times_of(evidence: Evidence) -> dict[str, float | None]:
+def times_of(evidence: Evidence, rows: Sequence[Row]) -> dict[str, float | None]:
     """Times to detect, deliver, mitigate and recover, from the injection."""
     start = evidence.fault[0]
     fired = [a.firing_at for a in evidence.alarms if a.firing_at is not None]
     delivered = [a.delivered_at for a in evidence.alarms if a.delivered_at is not None]
-    back = shifted_at(evidence)
-    recovered = evidence.restart.completion_at if evidence.restart is not None else evidence.fault[1]
+    recovered = recovered_at(evidence, rows)
     return {"detect_s": min(fired) - start if fired else None,
             "deliver_s": min(delivered) - start if delivered else None,
-            "mitigate_s": None if back is None else back - start,
+            "mitigate_s": next((row.detail["took_s"] for row in rows if row.name == "goodput"), None),
             "recover_s": None if recovered is None else recovered - start}
 
 
+def recovered_at(evidence: Evidence, rows: Sequence[Row]) -> float | None:
+    """When all was as before: the target answered, or the fault was out; and the latency was back."""
+    if evidence.fault[1] <= evidence.fault[0]:
+        return None
+    ends = [evidence.fault[1] if evidence.restart is None else evidence.restart.completion_at or math.inf]
+    ends += [row.detail["slow_until"] for row in rows if row.detail.get("slow_until") is not None]
+    return max(ends) if math.isfinite(max(ends)) else None
+
+
 def impact_of(evidence: Evidence) -> dict[str, Any]:
-    """Requests that failed or were slow from injection to recovery."""
-    judged = overlapping(evidence.requests, (evidence.fault[0], evidence.recovery[1]))
+    """Requests that failed or were slow from injection to recovery; the error budget as these requests spent it."""
+    span = (evidence.fault[0], max(evidence.fault[1], evidence.recovery[1]))
+    judged = overlapping(evidence.requests, span)
     slow = [r for r in judged if r.first_at is not None and r.first_at - r.sent_at > evidence.slo_ttft_p99_s]
     failed = [r for r in judged if r.outcome != "ok"]
+    minutes = len(failed) / len(judged) * (span[1] - span[0]) / 60 if judged else None
+    budget = None  # minutes of it in all
+    if evidence.slo_availability is not None and evidence.slo_window_s is not None:
+        budget = (1 - evidence.slo_availability) * evidence.slo_window_s / 60
     return {"requests": len(judged), "failed": len(failed), "slow_first_token": len(slow),
             "broken_streams": sum(r.outcome == "broken" for r in judged),
-            "second_attempts": sum(r.attempts - 1 for r in judged)}
+            "second_attempts": sum(r.attempts - 1 for r in judged), "budget_minutes": minutes,
+            "budget_share": minutes / budget if minutes is not None and budget else None}
 
 
 def share(value: float | None) -> str:

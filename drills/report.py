@@ -249,7 +249,7 @@ ALERT_STATES: Mapping[str, str] = {"pending": "threshold crossed, alert pending"
 AT_OF_ROWS: Sequence[tuple[str, str, str]] = (  # key of a row's detail -> what happened then
     ("delivered_at", "notification delivered", "stamped by the receiver"),
     ("shifted_at", "traffic shifted", "first step of 5 s with its goodput"),
-    ("back_at", "p99 back", "first step of 5 s within the limit"),
+    ("slow_until", "p99 back", "first step of 5 s within the limit, for good"),
     ("down_at", "target down", "its port no longer answers"), ("port_at", "port open again", "GET /health is answered"),
     ("ready_at", "Ready", "GET /health says 200"),
     ("completion_at", "first good completion", "asked of the target itself"),
