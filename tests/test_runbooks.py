@@ -1,4 +1,7 @@
-"""Every rule has a page that helps at 3 a.m.: what it means, how to confirm it, what to do, what it is not."""
+"""Every rule has a page that helps at 3 a.m.: what it means, how to confirm it, what to do, what it is not.
+
+Every fault has one too: what its drill does, what must hold, and what to do when it left something behind.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,35 @@ import yaml
 from typer.core import TyperGroup
 
 from agent.__main__ import app
+from drills.faults.table import FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNBOOKS = {path.stem: path.read_text() for path in sorted((ROOT / "runbooks").glob("*.md"))}
 RULES = {
     rule["id"]: rule for path in sorted((ROOT / "rules").glob("*.yaml")) for rule in yaml.safe_load(path.read_text())
 }
+DRILLS = {f"drill-{fault}" for fault in FAULTS}
 
 
 def test_every_rule_has_its_runbook_and_every_runbook_its_rule() -> None:
     """The page at 3 a.m. linked to a runbook that nobody had written."""
-    assert sorted(RULES) == sorted(name for name in RUNBOOKS if not name.startswith("drill-"))
+    assert sorted({*RULES, *DRILLS}) == sorted(RUNBOOKS)
 
 
-@pytest.mark.parametrize("rule_id", RUNBOOKS)
+@pytest.mark.parametrize("drill", sorted(DRILLS))
+def test_runbook_of_a_drill_has_all_parts(drill: str) -> None:
+    """The drill's page told how it works, and nothing of how to end it."""
+    lines = RUNBOOKS[drill].splitlines()
+    assert lines[0].startswith(f"# {drill}: ")
+    announced = re.findall(r"[a-z0-9]+(?:-[a-z0-9]+)+", lines[2].partition(" · ")[0])
+    assert lines[2].startswith("announces ")
+    assert set(announced) <= set(RULES)
+    assert [line for line in lines if line.startswith("## ")] == ["## Does", "## Must hold", "## If it is ORPHANED"]
+    assert "    sudo tocsin drill heal " in RUNBOOKS[drill].rpartition("## ")[2]
+    assert 25 <= len(lines) <= 50
+
+
+@pytest.mark.parametrize("rule_id", sorted(RULES))
 def test_runbook_has_all_parts(rule_id: str) -> None:
     """One read a runbook on the phone: it is short, and has the same parts in the same order as all others."""
     text = RUNBOOKS[rule_id]
@@ -36,7 +54,7 @@ def test_runbook_has_all_parts(rule_id: str) -> None:
     assert names in (["Confirm", "Do now", "It", "Clears"], ["Confirm", "Do now", "Do", "It", "Clears"])
 
 
-@pytest.mark.parametrize("rule_id", RUNBOOKS)
+@pytest.mark.parametrize("rule_id", sorted(RULES))
 def test_runbook_says_what_the_rule_is(rule_id: str) -> None:
     """The runbook said ticket, the rule paged: number and severity in its first lines are the rule's own."""
     rule = RULES[rule_id]
