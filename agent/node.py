@@ -250,6 +250,8 @@ class Node:
                                 f" (until {until:%H:%M} UTC)")
         if self.setup.external_url:
             texts["runbook_url"] = f"{self.setup.external_url}/runbooks/{rule.id}"
+        else:  # no link that a phone could open: then what to type
+            texts["description"] += f"\nOn {self.setup.node}: tocsin check"
         return {k: v for k, v in texts.items() if v}
 
     def _announced_by(self, alert: Alert) -> dict[str, Any] | None:
@@ -334,6 +336,7 @@ class Node:
         return {"rule": alert.rule, "subject": alert.subject, "state": alert.state if until is None else "resolved",
                 "severity": alert.severity, "since": alert.since, "until": until, "value": alert.value,
                 "limit": alert.limit, "incident": None, "summary": texts.get("summary", ""),
+                "description": texts.get("description", ""),
                 "unit": SIGNALS[rule.signal][0].unit if rule else ""}
 
 

@@ -268,7 +268,7 @@ GONE = {**FOUND, "how": None, "why": "vllm:kv_cache_usage_perc is gone", "remedy
             "MISSING  kv_usage  vllm:kv_cache_usage_perc is gone; look at the engine's version",
         ),
         ({**GONE, "required": False, "code": "missing"}, None, 0, "UNKNOWN kv_usage vllm:kv_cache_usage_perc is gone"),
-        ({**GONE, "required": False, "code": "not_supported"}, None, 0, "N/A kv_usage vllm:kv_cache_usage_perc is gone"),
+        ({**GONE, "required": False, "code": "not_supported"}, None, 0, "N/A kv_usage vllm:kv_cache_usage_perc is go"),
         (FOUND, "connection refused", 3, "MISSING  target llama: connection refused"),
     ],
 )

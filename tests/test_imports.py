@@ -71,7 +71,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.store": Row("agent.model", WORLD),
     "agent.outbox": Row("agent.model agent.notifiers.channel agent.store", WORLD),
     "agent.web": Row(),
-    "agent.web.app": Row("agent.model agent.strict agent.web.metrics", "msgspec secrets structlog"),
+    "agent.web.app": Row("agent.model agent.strict agent.web.metrics", "importlib msgspec secrets structlog"),
     "agent.web.metrics": Row("agent.model", "prometheus_client"),
     "agent.web.server": Row("", WORLD),
     "agent.sdnotify": Row("", "os socket time"),

@@ -374,6 +374,7 @@ def test_without_an_address_there_are_no_links() -> None:
 
     assert told.generator_url == ""
     assert "runbook_url" not in told.annotations
+    assert told.annotations["description"].endswith("move load away.\nOn gpu-17: tocsin check")
 
 
 def test_the_page_of_an_engine_with_an_index_is_quoted() -> None:

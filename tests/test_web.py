@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from agent.web.server import CannotServe, Server, serve_tcp, serve_unix, split_a
 from tests.needs import need
 
 NOW = 1_000_000.0
+ROOT = Path(__file__).parents[1]
 CATALOGUE = {
     spec.id: spec
     for spec in (
@@ -54,8 +56,12 @@ class FakeView:
         return self.checked
 
     def alerts(self, include_resolved: bool) -> list[dict[str, Any]]:
-        firing = {"rule": "gpu-temperature", "subject": "GPU-1", "state": "firing"}
-        return [firing, *([{**firing, "state": "resolved"}] if include_resolved else [])]
+        firing = {"rule": "gpu-temperature", "subject": "GPU-1", "state": "firing", "severity": "ticket",
+                  "since": NOW - 60, "until": None, "summary": "gpu-temperature 91 °C, limit 85 °C: GPU 1 on gpu-17",
+                  "description": "gpu_temperature of GPU 1 is 91 °C.\nLook at cooling."}
+        past = firing | {"state": "resolved", "since": NOW - 7200, "until": NOW - 3600}
+        return [firing, *([past, past | {"rule": "kv-cache-utilization", "subject": "llm/llama#0/1"}]
+                          if include_resolved else [])]
 
     def doctor(self) -> dict[str, Any]:
         return {"targets": [], "gpus": [], "sources": []}
@@ -167,6 +173,38 @@ def test_a_late_tick_fails_livez_and_nothing_else_does(view: FakeView, tcp: Serv
     }
 
 
+def test_the_links_of_a_page_open(tcp: Server) -> None:
+    """A phone at night: the page's two links lead to the alert as it is, and to what to do, as text."""
+    status, headers, text = fetch(tcp, "/alerts/gpu-temperature/GPU-1")
+    assert (status, headers["Content-Type"]) == (200, "text/plain; charset=utf-8")
+    since = datetime.fromtimestamp(NOW - 60, UTC)
+    assert text.splitlines()[:4] == [
+        f"FIRING (ticket)  gpu-temperature of GPU-1  since {since:%Y-%m-%d %H:%M:%S} UTC",
+        "  gpu-temperature 91 °C, limit 85 °C: GPU 1 on gpu-17",
+        "  gpu_temperature of GPU 1 is 91 °C.",
+        "  Look at cooling.",
+    ]
+    assert "RESOLVED (ticket)" in text
+    assert "/runbooks/gpu-temperature" in text
+    status, _, text = fetch(tcp, "/runbooks/gpu-temperature")
+    assert (status, text) == (200, (ROOT / "runbooks" / "gpu-temperature.md").read_text())
+
+
+def test_a_subject_with_slashes_has_its_page(tcp: Server) -> None:
+    """In Kubernetes a subject is a path of its own, and comes quoted."""
+    status, _, text = fetch(tcp, "/alerts/kv-cache-utilization/llm%2Fllama%230%2F1")
+    assert (status, text.startswith("RESOLVED (ticket)  kv-cache-utilization of llm/llama#0/1")) == (200, True)
+
+
+@pytest.mark.parametrize("path", [
+    "/runbooks/", "/runbooks/no-such-rule", "/runbooks/../agent/web/app.py", "/runbooks/%2e%2e%2fREADME",
+    "/runbooks/__init__.py", "/runbooks/Queue-Age", "/alerts/", "/alerts/gpu-temperature", "/alerts/queue-age/x%FF",
+])
+def test_what_has_no_page_is_not_found(tcp: Server, path: str) -> None:
+    """And no path leads out of the runbooks' folder."""
+    assert fetch(tcp, path)[0] == 404
+
+
 @pytest.mark.parametrize("path", ["/check", "/alerts", "/nvml/release", "/nvml/reopen", "/transitions", "/doctor"])
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_the_network_gets_no_actions(view: FakeView, tcp: Server, path: str, method: str) -> None:
@@ -206,7 +244,7 @@ def test_what_drilld_says_wrongly_is_refused_by_name(unix: Server, url: str, bod
 def test_the_socket_gets_everything(view: FakeView, unix: Server) -> None:
     """drilld and the command line ask on the socket what the page does not show."""
     assert json.loads(fetch(unix, "/check")[2]) == view.checked
-    assert [a["state"] for a in json.loads(fetch(unix, "/alerts")[2])] == ["firing", "resolved"]
+    assert [a["state"] for a in json.loads(fetch(unix, "/alerts")[2])] == ["firing", "resolved", "resolved"]
     assert [a["state"] for a in json.loads(fetch(unix, "/alerts?resolved=0")[2])] == ["firing"]
     assert [t["id"] for t in json.loads(fetch(unix, "/transitions?after=1")[2])] == [2, 3]
     assert json.loads(fetch(unix, "/doctor")[2]) == {"targets": [], "gpus": [], "sources": []}
@@ -233,7 +271,7 @@ def test_nvml_is_released_for_a_time(view: FakeView, unix: Server, query: str, w
         ("/transitions?after=-1", "GET", 400, "after='-1' is not the id of a transition"),
         ("/nvml/release", "GET", 405, "use POST"),
         ("/check", "DELETE", 405, "use GET, HEAD"),
-        ("/wp-login.php", "GET", 404, "There is no '/wp-login.php' here. There is: / /alerts /check"),
+        ("/wp-login.php", "GET", 404, "There is no '/wp-login.php' here. There is: / /alerts /alerts/ /check"),
     ],
 )
 def test_a_wrong_request_is_told_what_to_do(unix: Server, path: str, method: str, status: int, says: str) -> None:

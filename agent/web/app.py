@@ -1,7 +1,7 @@
 """What the agent tells over HTTP: one small WSGI application, once for the network and once for the unix socket.
 
-The network's side (`listen`) only reads: /, /livez, /healthz, /metrics. The unix socket's side, guarded by the file's
-mode, adds what the command line and drilld ask for, and the only actions there are.
+The network's side (`listen`) only reads: the agent's health, its metrics, and what alerts link to. The unix socket's
+side, guarded by the file's mode, adds what the command line and drilld ask for, and the only actions there are.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import parse_qs, urlsplit
 
@@ -108,6 +110,7 @@ class Request:
     accept: str
     metrics: Callable[[str], tuple[bytes, str]]
     body: Callable[[], Any]  # the JSON that was sent; raises BadRequest
+    rest: str = ""  # of the path, after a route that ends with a slash
 
 
 class BadRequest(Exception):  # noqa: N818  (named as HTTP names it)
@@ -142,6 +145,8 @@ def _text(status: str, text: str) -> Reply:
 def _index(_: Request) -> Reply:
     lines = ["Tocsin watches this node. Here are:", "  /healthz   what works and what does not, by name (JSON)"]
     lines += ["  /livez     503 only when the agent's own tick is late", "  /metrics   for Prometheus"]
+    lines += ["  /runbooks/RULE          what a rule means, how to confirm it, what to do"]
+    lines += ["  /alerts/RULE/SUBJECT    an alert, as it is and as it was"]
     return _text(OK, "\n".join([*lines, "", "On the node itself: tocsin check, tocsin alerts, tocsin doctor"]))
 
 
@@ -159,6 +164,34 @@ def _healthz(request: Request) -> Reply:
 def _metrics(request: Request) -> Reply:
     body, content_type = request.metrics(request.accept)
     return Reply(OK, content_type, body)
+
+
+def _runbook(request: Request) -> Reply:
+    """The page of a rule. Nothing but a rule's id is looked up: no path leads out of the folder."""
+    if re.fullmatch(r"[a-z0-9-]{1,80}", request.rest):
+        page = files("runbooks").joinpath(f"{request.rest}.md")
+        if page.is_file():
+            return _text(OK, page.read_text(encoding="utf-8"))
+    return _text("404 Not Found", f"No runbook ships for {request.rest!r}; `tocsin rules list` has each rule's action.")
+
+
+def _alert(request: Request) -> Reply:
+    """One alert for who follows the link of a page: what is open, else how it last ended."""
+    rule, _, subject = request.rest.partition("/")
+    rows = [a for a in request.view.alerts(True) if (a["rule"], a["subject"]) == (rule, subject)]
+    if not rows:
+        return _text("404 Not Found", f"{rule} of {subject} is not open, and is not among the last alerts that ended.")
+    lines = []
+    for row in rows:
+        since, until = (None if row[key] is None else f"{_moment(row[key])} UTC" for key in ("since", "until"))
+        lines.append(f"{row['state'].upper()} ({row['severity']})  {rule} of {subject}  since {since}"
+                     + (f" until {until}" if until else ""))
+        lines += [f"  {line}" for line in (row.get("summary"), *str(row.get("description") or "").splitlines()) if line]
+    return _text(OK, "\n".join([*lines, "", f"What to do: /runbooks/{rule}"]))
+
+
+def _moment(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _check(request: Request) -> Reply:
@@ -231,12 +264,14 @@ def _tell(request: Request) -> Reply:
     return _json({"ok": True})
 
 
-Routes = Mapping[str, Mapping[str, Handler]]  # path -> method -> handler
+Routes = Mapping[str, Mapping[str, Handler]]  # path -> method -> handler; one that ends with / takes what follows it
 PUBLIC: Routes = {
     "/": {"GET": _index},
     "/livez": {"GET": _livez},
     "/healthz": {"GET": _healthz},
     "/metrics": {"GET": _metrics},
+    "/runbooks/": {"GET": _runbook},
+    "/alerts/": {"GET": _alert},
 }
 PRIVATE: Routes = {
     **PUBLIC,
@@ -302,9 +337,16 @@ def _refusal(environ: WSGIEnvironment, routes: Routes, hosts: frozenset[str] | N
             " behind a proxy, set `external_url` to the address that people use.",
         )
     path = environ.get("PATH_INFO", "/")
-    if path not in routes:
+    if _route(path, routes) is None:
         return _text("404 Not Found", f"There is no {path!r} here. There is: {' '.join(sorted(routes))}")
     return None
+
+
+def _route(path: str, routes: Routes) -> str | None:
+    """The route of a path."""
+    if path in routes:
+        return path
+    return next((route for route in routes if route.endswith("/") and route != "/" and path.startswith(route)), None)
 
 
 def _handle(request: Request, handlers: Mapping[str, Handler], method: str) -> tuple[Reply, list[tuple[str, str]]]:
@@ -352,8 +394,11 @@ def make_app(
         if reply is None:
             query = {key: values[-1] for key, values in parse_qs(environ.get("QUERY_STRING", "")).items()}
             accept = str(environ.get("HTTP_ACCEPT", ""))
-            request = Request(view, clock(), query, accept, metrics, lambda: _sent(environ))
-            reply, extra = _handle(request, routes[environ["PATH_INFO"]], method)
+            path = str(environ["PATH_INFO"])
+            route = _route(path, routes) or path
+            rest = path.removeprefix(route).encode("latin-1", "replace").decode("utf-8", "replace")  # as WSGI has it
+            request = Request(view, clock(), query, accept, metrics, lambda: _sent(environ), rest)
+            reply, extra = _handle(request, routes[route], method)
         status, content_type, body = reply
         headers = [("Content-Type", content_type), ("Content-Length", str(len(body))), *SECURITY_HEADERS, *extra]
         start_response(status, headers)
