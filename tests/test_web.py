@@ -491,6 +491,23 @@ def test_a_stuck_client_does_not_keep_the_server_from_stopping(view: FakeView) -
         socket.create_connection((host, port))
 
 
+def test_a_loop_that_is_awake_closes_before_it_is_woken(view: FakeView, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request has just ended, so the loop runs our wish at once, and its own pipe is gone when we write to it."""
+    server = serve_tcp(make_app(view, CATALOGUE, lambda: NOW, routes=PUBLIC), "127.0.0.1:0")
+    trigger = server._server.trigger
+    write = trigger._physical_pull
+
+    def late() -> None:
+        write()  # as the worker did
+        server._thread.join(5)
+        write()
+
+    monkeypatch.setattr(trigger, "_physical_pull", late)
+    server.close()
+
+    assert not server._thread.is_alive()
+
+
 def test_many_ask_at_once(tcp: Server) -> None:
     """Eight scrapers at once all get whole pages from two threads."""
     got: list[int] = []

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,8 @@ class Server:
         """Stop listening, cut connections, end the threads. Takes at most 2 x STOP_WITHIN_S; may be called twice."""
         if self._thread.is_alive():
             # The loop's own thread must do it: it sleeps in select() on these very descriptors.
-            self._server.trigger.pull_trigger(lambda: wasyncore.close_all(self._map))
+            with suppress(OSError):  # it was awake, and has closed what would wake it
+                self._server.trigger.pull_trigger(lambda: wasyncore.close_all(self._map))
             self._thread.join(STOP_WITHIN_S)
         self._server.task_dispatcher.shutdown(timeout=STOP_WITHIN_S)
         self._after()
