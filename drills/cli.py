@@ -320,8 +320,8 @@ def report(
     found = record.load(root / "runs" / known[-1]) if known else None
     if found is None:
         fail(f"{run}: no such run; `tocsin drill history` lists them")
-    if format_ not in reports.FORMATS:
-        fail(f"--format {format_}: there are {', '.join(reports.FORMATS)}")
+    if format_ not in reports.FILES:
+        fail(f"--format {format_}: there are {', '.join(reports.FILES)}")
     text = reports.render(found, root / "runs" / known[-1], format_)
     if output is None:
         write(text)

@@ -26,9 +26,9 @@ from agent.model import Rule
 from agent.signals import CATALOGUE
 from agent.strict import ConfigErrors
 from drills import guards, holder, ledger, lock, prober, proc, tell, watch
-from drills.config import drills_of
+from drills.config import FEWEST_REQUESTS, drills_of
 from drills.faults.table import FAULTS
-from drills.judge import Alarm, Delivery, Evidence, Restart, judge
+from drills.judge import BACK_WITHIN_S, Alarm, Delivery, Evidence, Restart, judge
 from drills.model import Drill, Fault, Left, Plan, Refused, State, Verdict
 from drills.record import Record
 from drills.targets import reserved_ports
@@ -38,7 +38,7 @@ PROVE_WITHIN_S = 15.0
 REVERT_WITHIN_S = 10.0
 HOLDER_GRACE_S = 5.0  # the holder's own timer ends it so long after the fault's time
 STALE_S = 30.0
-COMPLETE = 100.0
+SETTLED_S = 100.0  # at least so long is looked at what came back, where `recovery` leaves it
 
 EXIT: Mapping[Verdict, int] = {
     Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INCONCLUSIVE: 4, Verdict.INVALID: 4, Verdict.ABORTED: 5,
@@ -49,6 +49,10 @@ COUNTERPARTS = frozenset({
     "ttft-p99", "itl-p99", "latency-p99", "error-rate-high", "error-burn-fast", "node-error-burn-fast", "queue-age",
     "user-ttft-p99", "user-itl-p99", "user-error-rate",
 })
+
+
+# They may page, and need not: TCP hides what is lost from some and not from others.
+MAY_PAGE = frozenset({"packet-loss"})
 
 
 class Ended(Exception):  # noqa: N818  (it says how)
@@ -75,9 +79,9 @@ class Run:
         self.ledger.note(runner=msgspec.to_builtins(proc.identify(os.getpid())))
         self.due_at = due_at
         self.record = Record(folder, drill, clock, started_by=started_by, due_at=due_at)
-        self.stop = threading.Event()
+        self.wake = threading.Event()  # somebody pages, or the run is to stop
         self.stop_why = ""
-        self.agent = watch.AgentWatch(config.socket, clock)
+        self.agent = watch.AgentWatch(config.socket, self.wake.set)
         self.prober: prober.Prober | None = None
         self.holder: holder.Holder | None = None
         self.way_back: watch.WayBack | None = None
@@ -151,6 +155,8 @@ class Run:
                 self.pass_time("fault", self.drill.for_s)
         except Ended as ended:
             self.ended = ended
+        except (OSError, holder.HolderError) as error:  # a ledger that takes no more: what it cannot hold is not done
+            self.ended = Ended(f"{type(error).__name__}: {error}")
         finally:
             self.revert()
         if self.spans.get("fault") and not self.left and (self.ended is None or self.ended.early) and proven:
@@ -233,8 +239,20 @@ class Run:
     def is_recovered(self) -> bool:
         """The announced alerts are resolved, the target answers, and there was time enough to judge by."""
         back = self.way_back is None or self.way_back.completion_at is not None
-        settled = self.clock() - self.spans["fault"][1] >= min(COMPLETE, self.drill.recovery_s)
+        settled = self.clock() - self.spans["fault"][1] >= self.settled_s
         return back and settled and all(a.firing_at is None or a.resolved_at is not None for a in self.alarms())
+
+    @property
+    def settled_s(self) -> float:
+        """How long to watch what came back: where it is judged only from some time on, for long enough after that."""
+        if self.judges_latency_during or self.drill.load is None:
+            return SETTLED_S
+        return BACK_WITHIN_S + FEWEST_REQUESTS / self.drill.load.rate_per_s
+
+    @property
+    def judges_latency_during(self) -> bool:
+        """Whether latency is judged while the fault lasts, or only from some time after it."""
+        return self.drill.fault not in MAY_PAGE
 
     # --- time passes ------------------------------------------------------------------------------------------------
 
@@ -247,15 +265,16 @@ class Run:
 
     def breathe(self, phase: str) -> None:
         """One second of a phase: feed the agent, ask the guards. Raises Ended."""
-        self.stop.wait(TICK_S)
+        self.wake.wait(TICK_S)
+        self.wake.clear()
         self.spans[phase][1] = self.clock()
-        if self.stop.is_set():
-            raise Ended(self.stop_why or "stopped")
+        if self.stop_why:
+            raise Ended(self.stop_why)
+        self.judge_pages()  # before all that may take its time
         if self.prober is not None:
             tell.users(self.config.socket, self.drill.load.url if self.drill.load else "", self.prober.latest)
         if self.holder is not None and phase == "fault" and not self.holder.alive:
             raise Ended("the holder ended before its time: the fault is gone")
-        self.judge_pages()
         no = [c for c in guards.during(self.drill, guards.collect_during(self.config, self.agent.stale_s)) if not c.ok]
         if no:
             raise Ended("; ".join(f"{c.name}: {c.why}" for c in no))
@@ -263,12 +282,19 @@ class Run:
     def judge_pages(self) -> None:
         """A page that a must-hold stands for fails the drill now; one that nothing announced aborts it."""
         for page in self.agent.pages():
-            if page["rule"] in self.announced:
+            if page["rule"] in self.announced and self.is_own(str(page["subject"])):
                 continue
             where = f"{page['rule']} on {page['subject']}"
             if page["rule"] in COUNTERPARTS or page["rule"] in self.caused:
                 raise Ended(f"{where} paged", early=True)
             raise Ended(f"a page that nothing announced: {where}")
+
+    def is_own(self, subject: str) -> bool:
+        """Whether an alert on this subject can be of this drill's making: its engine, its users' address, the node."""
+        engine, load = self.drill.target.get("engine"), self.drill.load
+        if engine is None or subject in (engine, self.config.node) or subject.startswith(f"{engine}/"):
+            return True
+        return load is not None and subject == tell.address_of(load.url)
 
     @property
     def announced(self) -> Sequence[str]:
@@ -291,13 +317,15 @@ class Run:
     def alarms(self) -> list[Alarm]:
         """What became of each announced alert."""
         since = self.spans["fault"][0] if "fault" in self.spans else self.clock()
-        rows = self.agent.rows()
+        rows = [row for row in self.agent.rows() if self.is_own(str(row["subject"]))]
+        echo = self.drill.echo
         found = []
         for rule_id in self.announced:
             rule = self.rules.get(rule_id)
-            echoed = watch.echoed_at(self.drill.echo, rule_id, since) if self.drill.echo else None
+            echoed = watch.echoed_at(echo, rule_id, since, self.is_own) if echo is not None else None
             found.append(watch.alarm_of(None if rule is None else {"for_s": rule.for_s}, rule_id, rows, since, echoed))
-        return found
+        may = self.drill.fault in MAY_PAGE and not self.drill.expects
+        return [alarm for alarm in found if alarm.firing_at is not None or not may]
 
     def evidence(self, proven: bool, proof: str) -> Evidence:
         """All that the run brought."""
@@ -316,7 +344,7 @@ class Run:
             ended_early=str(ended) if ended is not None and ended.early else None,
             aborted=str(ended) if ended is not None and not ended.early else None,
             left=[one.what for one in self.left], stale=silent,
-            judge_latency_during=self.drill.fault != "packet-loss")
+            judge_latency_during=self.judges_latency_during)
 
     def span(self, phase: str) -> tuple[float, float]:
         """From when to when a phase lasted; an empty one where it was not reached."""
@@ -354,9 +382,8 @@ class Run:
         tell.end_announcement(self.config.socket, self.run)
 
     def abort(self, why: str) -> None:
-        """End the run early, in good order; from a signal handler or another thread."""
+        """End the run early, in good order, within a second. From a signal handler: it may take no lock."""
         self.stop_why = why
-        self.stop.set()
 
 
 def create(root: Path, drill: Drill, run_id: str, *, started_by: str, config_path: Path | None,

@@ -17,7 +17,7 @@ import requests
 from agent import client
 from drills.judge import Alarm
 
-EVERY_S = 0.5
+EVERY_S = 0.25  # a page ends the fault within 2 s, and the fault needs some of them to end
 ANSWER_S = 2.0
 COMPLETION_S = 30.0
 PROMPT = "hello world, count from one to eight please"  # at least 8 tokens: fewer have killed an engine
@@ -26,8 +26,8 @@ PROMPT = "hello world, count from one to eight please"  # at least 8 tokens: few
 class AgentWatch:
     """The agent's transitions from now on, kept by a thread of its own. `stale_s`: since the agent last answered."""
 
-    def __init__(self, socket: Path, clock: Callable[[], float] = time.time) -> None:
-        self._socket, self._clock = socket, clock
+    def __init__(self, socket: Path, on_page: Callable[[], None] = lambda: None) -> None:
+        self._socket, self._on_page = socket, on_page
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._rows: list[dict[str, Any]] = []
@@ -53,6 +53,8 @@ class AgentWatch:
                 self._rows += rows
                 if rows:
                     self._after = rows[-1]["id"]
+            if any(map(is_page, rows)):
+                self._on_page()
 
     @property
     def stale_s(self) -> float:
@@ -66,13 +68,18 @@ class AgentWatch:
 
     def pages(self) -> list[dict[str, Any]]:
         """The pages that fired since the start."""
-        return [r for r in self.rows() if r["state"] == "firing" and r["severity"] == "page"]
+        return [row for row in self.rows() if is_page(row)]
 
     def stop(self) -> None:
         """End the thread."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(3 * ANSWER_S)
+
+
+def is_page(row: Mapping[str, Any]) -> bool:
+    """Whether a transition pages somebody."""
+    return bool(row["state"] == "firing" and row["severity"] == "page")
 
 
 def alarm_of(rule: Mapping[str, Any] | None, rule_id: str, rows: Sequence[Mapping[str, Any]], since: float,
@@ -111,7 +118,7 @@ class WayBack:
             self._thread.join(COMPLETION_S)
 
     def _run(self) -> None:
-        while not self._stop.wait(EVERY_S / 2) and self.completion_at is None:
+        while not self._stop.wait(EVERY_S) and self.completion_at is None:
             health = status_of(self.url, "/health")
             if health is None:
                 self.down_at, self.port_at, self.ready_at = self.down_at or self.clock(), None, None
@@ -165,19 +172,19 @@ def _failed_of(url: str) -> float | None:
     return sum(float(x.rpartition(" ")[2]) for x in lines) if lines else None
 
 
-def echoed_at(url: str, rule_id: str, since: float) -> float | None:
-    """When a receiver that can be asked got the firing of a rule: it answers with what reached it, and when.
+def echoed_at(url: str, rule_id: str, since: float, is_own: Callable[[str], bool]) -> float | None:
+    """When a receiver that can be asked got the firing of a rule on a subject of ours: it tells what reached it, when.
 
-    The answer is a JSON list of {"at": unix seconds, "alerts": [Alertmanager's webhook alerts]}, as our own webhook
-    receiver keeps it.
+    The answer is a JSON list of {"at": unix seconds, "alerts": [Alertmanager's webhook alerts]}; None where it is not.
     """
     try:
         arrivals = requests.get(url, timeout=ANSWER_S).json()
-    except (requests.RequestException, ValueError):
+        found = [a["at"] for a in arrivals if a["at"] >= since for alert in a.get("alerts", ())
+                 if alert["labels"].get("rule") == rule_id and alert.get("status") == "firing"
+                 and is_own(str(alert["labels"].get("subject", "")))]
+        return float(min(found)) if found else None
+    except (requests.RequestException, ValueError, LookupError, TypeError, AttributeError):
         return None
-    found = [a["at"] for a in arrivals if a["at"] >= since for alert in a.get("alerts", ())
-             if alert.get("labels", {}).get("rule") == rule_id and alert.get("status") == "firing"]
-    return min(found) if found else None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

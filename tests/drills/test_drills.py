@@ -1,28 +1,448 @@
-"""Whole drills, run for real and judged: real namespaces, nginx, agent and Alertmanager; nothing is left of them."""
+"""Whole drills, run for real and judged: real namespaces, nginx, agent and Alertmanager; nothing is left of them.
+
+Each test judges one scenario; those that were selected run four at a time, each in a world of its own.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.drills import world
+from drills import ledger
+from tests.drills import stand_ins
+from tests.drills.world import ALERTMANAGER_PORT, HOOK, NEEDS, NO_FAIL_OVER, Ran, World, load, world
 from tests.needs import need
 
 pytestmark = pytest.mark.heavy
 
+A = {"engine": "a", "netns": "@a"}
+# As the router reaches it, so that the agent's own reads are spared.
+A_IN_SERVICE = A | {"address": "10.77.1.2"}
+QUICK = {"for": "0s", "keep": "1s", "window": "10s", "min_count": 20, "min_bad": 3}
 KILL: dict[str, Any] = {
-    "name": "kill", "fault": "process-kill", "load": world.load(), "baseline": "3s", "for": "33s", "recovery": "10s",
-    "holds": {"goodput": "95% in 5s", "restart_within": "30s"}, "echo": world.HOOK,
+    "name": "kill", "fault": "process-kill", "target": A, "load": load(), "baseline": "4s", "for": "33s",
+    "recovery": "8s", "holds": {"goodput": "95% in 5s", "restart_within": "30s"}, "echo": HOOK,
 }  # fmt: skip
+HANG = KILL | {"name": "hang", "fault": "engine-hang"}
+ENGINE_DOWN = {"engine-down": {"keep": "1s"}}
 
 
-def test_a_killed_engine_is_survived(tmp_path: Path) -> None:
-    """One of two engines is killed: the router fails over, the page comes and goes, the supervisor brings it back."""
-    need(*world.NEEDS)
-    drill = KILL | {"target": {"engine": "a", "netns": "@a"}}
-    with world.world(tmp_path, drills=[drill]) as made:
-        ran = made.drill("kill")
-    print(ran.said)
-    assert ran.verdict == "PASS", ran.said
+def rules(**override: Mapping[str, Any]) -> dict[str, Any]:
+    """Of tocsin.yaml, with these overridden too."""
+    return {"rules": {"override": ENGINE_DOWN | {name.replace("_", "-"): told for name, told in override.items()}}}
+
+
+@dataclass
+class Story:
+    """What a scenario has to tell: its runs, and what it saw beside them."""
+
+    ran: list[Ran] = field(default_factory=list)
+    seen: dict[str, Any] = field(default_factory=dict)
+
+
+# ---- process-kill, and the alarm ----
+
+
+def killed(folder: Path) -> Story:
+    """One of two engines is killed; the router fails over."""
+    with world(folder, drills=[KILL]) as made:
+        return Story([made.drill("kill")])
+
+
+def killed_without_fail_over(folder: Path) -> Story:
+    """The same, and the router sends on to the dead one."""
+    with world(folder, drills=[KILL], next_upstream=NO_FAIL_OVER, max_fails=0) as made:
+        return Story([made.drill("kill")])
+
+
+def killed_and_the_rule_is_off(folder: Path) -> Story:
+    """Somebody disabled engine-down."""
+    drill = KILL | {"load": load(60), "for": "8s"}
+    with world(folder, drills=[drill], config={"rules": {"disable": ["engine-down"]}}) as made:
+        return Story([made.drill("kill")])
+
+
+def killed_and_nobody_hears(folder: Path) -> Story:
+    """Alertmanager lives, and the receiver behind it is dead."""
+    with world(folder, drills=[KILL], hears=False) as made:
+        return Story([made.drill("kill")])
+
+
+def idle(folder: Path) -> Story:
+    """The injection does nothing, and says that it did."""
+    with world(folder, drills=[KILL]) as made:
+        pid = made.engines["a"].process.pid
+        ran = made.drill("kill", main=("tests.drills.other_faults", "idle"))
+        return Story([ran], {"same": made.engines["a"].process.pid == pid})
+
+
+def overloaded(folder: Path) -> Story:
+    """Each engine can take 10 requests a second, and together they get 15."""
+    with world(folder, drills=[KILL], engines=["--service", "0.1"], config=rules(ttft_p99=QUICK)) as made:
+        return Story([made.drill("kill")])
+
+
+# ---- engine-hang ----
+
+
+def watch_stopped(made: World, seen: dict[str, Any], until: threading.Event) -> None:
+    """When a thread of engine a was first and last seen stopped by a tracer."""
+    while not until.wait(0.02):
+        if "t" in made.engines["a"].states():
+            seen.setdefault("first_stopped_at", time.time())
+            seen["last_stopped_at"] = time.time()
+
+
+def hang(made: World, act: Callable[[World], None] = lambda made: None) -> Story:
+    """Run the drill `hang` and look at the engine meanwhile."""
+    story, over = Story(), threading.Event()
+    watching = [threading.Thread(target=watch_stopped, args=(made, story.seen, over)),
+                threading.Thread(target=act, args=(made,))]  # fmt: skip
+    for thread in watching:
+        thread.start()
+    try:
+        story.ran.append(made.drill("hang"))
+    finally:
+        over.set()
+        for thread in watching:
+            thread.join()
+    story.seen["states"] = made.engines["a"].states()
+    return story
+
+
+def core_hangs(folder: Path) -> Story:
+    """The page answers and takes requests, and no token comes."""
+    drill = HANG | {"target": A | {"part": "core"}, "for": "38s", "holds": {"goodput": "95% in 5s", "ttft_p99": "3s"}}
+    config = rules(engine_stuck={"keep": "1s", "params": {"flat": "5s", "queue": "60s"}})
+    with world(folder, drills=[drill], config=config, read_timeout="2s") as made:
+        return hang(made)
+
+
+def all_hangs(folder: Path) -> Story:
+    """The port accepts, and nobody answers."""
+    drill = HANG | {"target": A | {"part": "all"}, "expects": ["engine-slow"],
+                    "holds": {"goodput": "95% in 5s", "ttft_p99": "3s"}}  # fmt: skip
+    with world(folder, drills=[drill], config=rules(engine_slow={"keep": "1s"}), read_timeout="2s") as made:
+        return hang(made)
+
+
+def another_page(folder: Path) -> Story:
+    """While the core hangs, engine b thrashes."""
+
+    def thrash(made: World) -> None:
+        made.wait_running("fault proven")
+        (made.folder / "preempted").write_text("1000")
+
+    drill = HANG | {"target": A | {"part": "core"}, "for": "38s"}
+    config = rules(engine_stuck={"params": {"flat": "5s", "queue": "60s"}})
+    with world(folder, drills=[drill], config=config, read_timeout="2s") as made:
+        return hang(made, thrash)
+
+
+# ---- the network ----
+
+
+def lossy(share: str, **more: Any) -> dict[str, Any]:
+    """packet-loss of both directions between router and engine a."""
+    return KILL | {
+        "name": "loss", "fault": "packet-loss", "target": A_IN_SERVICE,
+        "params": {"share": share, "direction": "both", "peer": {"netns": "@router"}},
+    } | more  # fmt: skip
+
+
+def lose(folder: Path, drill: Mapping[str, Any]) -> Story:
+    """Run it, with the rulesets and the processes around it."""
+    config = rules(user_ttft_p99=QUICK, user_itl_p99=QUICK | {"min_count": 60})
+    with world(folder, drills=[drill], config=config) as made:
+        before, living = made.rulesets(), made.processes()
+        planned = made.tocsin("drill", "plan", "loss")
+        seen = {"planned": planned, "unplanned": (made.rulesets(), made.processes()) == (before, living)}
+        ran = made.drill("loss")
+        return Story([ran], seen | {"before": before, "after": made.rulesets()})
+
+
+def loses_10(folder: Path) -> Story:
+    """10 %, and judged to the end: p99 is back in the SLO 2 m after the fault."""
+    return lose(folder, lossy("10%", load=load(30), recovery="200s"))
+
+
+def loses_30(folder: Path) -> Story:
+    """30 %, and only what is judged while it lasts."""
+    return lose(folder, lossy("30%", holds={"goodput": "90% in 5s", "ttft_p99": None, "itl_p99": None}))
+
+
+def slow_upstream(folder: Path) -> Story:
+    """Every answer of engine a takes 5 s more; then the same again, and the proxy is killed."""
+    drill = KILL | {
+        "name": "slow", "fault": "upstream-timeout", "target": A_IN_SERVICE | {"netns": "@router"},
+        "params": {"delay": "5s"}, "holds": {"goodput": "95% in 10s", "ttft_p99": "8s", "itl_p99": None},
+        "recovery": "30s",
+    }  # fmt: skip
+    with world(folder, drills=[drill], config=rules(user_ttft_p99=QUICK)) as made:
+        before = made.rulesets()
+        story = Story([made.drill("slow")], {"before": before, "after": made.rulesets()})
+
+        def kill() -> None:
+            run = made.wait_running("fault proven")
+            holder = ledger.process_of(ledger.read(run), "holder")
+            assert holder is not None
+            os.kill(holder.pid, signal.SIGKILL)
+            story.seen["killed_at"] = time.time()
+
+        killing = threading.Thread(target=kill)
+        killing.start()
+        story.ran.append(made.drill("slow"))
+        killing.join()
+        return Story(story.ran, story.seen | {"after_kill": made.rulesets()})
+
+
+# ---- the disk ----
+
+
+def full_disk(folder: Path) -> Story:
+    """A small disk of the engine's is full, and serving goes on."""
+    with stand_ins.tmpfs(folder / "disk", "48m") as disk:
+        drill = KILL | {"name": "full", "fault": "disk-full", "target": {"path": str(disk)},
+                        "params": {"leave": "4MiB"}, "load": load(25), "for": "20s"}  # fmt: skip
+        with world(folder, drills=[drill]) as made:
+            ran = made.drill("full")
+            size = os.statvfs(disk)
+            return Story([ran], {"free": size.f_bavail * size.f_frsize, "files": list(disk.iterdir())})
+
+
+# ---- guards ----
+
+
+def guarded(folder: Path) -> Story:
+    """Each guard says no once."""
+    closed = {"cron": "0 3 * * *", "window": "02:00-04:00", "zone": "UTC"}
+    if 1 <= time.gmtime().tm_hour <= 4:
+        closed = {"cron": "0 15 * * *", "window": "14:00-16:00", "zone": "UTC"}
+    drills = [
+        KILL,
+        KILL | {"name": "disabled", "enabled": False},
+        KILL | {"name": "dry", "dry_run": True},
+        KILL | {"name": "closed", "schedule": closed},
+        KILL | {"name": "alert-path", "target": {"port": ALERTMANAGER_PORT, "netns": "@a"}},
+    ]
+    story = Story()
+    with world(folder, drills=drills) as made:
+        engine = made.engines["a"].process.pid
+
+        def refused(name: str, drill: str, **more: Any) -> None:
+            story.seen[name] = made.drill(drill, **more)
+
+        refused("enabled", "disabled")
+        refused("not a dry run", "dry")
+        refused("window", "closed")
+        refused("error budget", "kill", accept=False)
+        refused("blast radius", "kill", main=("tests.drills.other_faults", "wide"))
+        lever = folder / "NO-DRILLS"
+        lever.write_text("the board is here\n")
+        refused("lever file", "kill")
+        lever.unlink()
+        story.seen["untouched"] = made.engines["a"].process.pid == engine
+    return story
+
+
+SCENARIOS: Mapping[str, Callable[[Path], Story]] = {
+    "test_loss_of_10_percent": loses_10,  # the longest comes first
+    "test_killed_with_fail_over": killed,
+    "test_killed_without_fail_over": killed_without_fail_over,
+    "test_core_hangs": core_hangs,
+    "test_all_hangs": all_hangs,
+    "test_loss_of_30_percent": loses_30,
+    "test_slow_upstream": slow_upstream,
+    "test_full_disk": full_disk,
+    "test_rule_is_off": killed_and_the_rule_is_off,
+    "test_nobody_hears": killed_and_nobody_hears,
+    "test_nothing_injected": idle,
+    "test_ended_early": overloaded,
+    "test_aborted_by_another_page": another_page,
+    "test_guards": guarded,
+}
+
+
+@pytest.fixture(scope="module")
+def stories(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """The scenarios of the selected tests, under way."""
+    need(*NEEDS)
+    selected = {item.name for item in request.session.items}
+    with ThreadPoolExecutor(4) as pool:
+        started: dict[str, Future[Story]] = {
+            name: pool.submit(play, tmp_path_factory.mktemp(play.__name__))
+            for name, play in SCENARIOS.items() if name in selected
+        }  # fmt: skip
+        yield started
+        for future in started.values():
+            future.cancel()
+
+
+@pytest.fixture
+def story(request: pytest.FixtureRequest, stories: dict[str, Future[Story]]) -> Story:
+    """This test's scenario, at its end."""
+    told = stories[request.node.name].result()
+    for ran in told.ran:
+        print(ran.folder, ran.said)
+    return told
+
+
+def test_killed_with_fail_over(story: Story) -> None:
+    """One of two engines died: no user saw it, the page came and went, the supervisor brought it back."""
+    (ran,) = story.ran
+    assert (ran.status, ran.verdict) == (0, "PASS"), ran.said
+    text = (ran.folder / "report.md").read_text()
+    for what in ("fault injected", "alert pending", "alert firing", "notification delivered", "alert resolved"):
+        assert any(what in line and "Z | +" in line for line in text.splitlines()), what
+    states = [(row["rule"], row["state"]) for row in ran.record["transitions"] if row["rule"] == "engine-down"]
+    assert states == [("engine-down", state) for state in ("pending", "firing", "resolved")]
+    assert ran.row("restart")["detail"]["completion_s"] < 12.0  # 5 s of the supervisor's, and its start
+
+
+def test_killed_without_fail_over(story: Story) -> None:
+    """nginx went on to send every second request to a dead engine: 502 for all of the 5 s that it was away."""
+    (ran,) = story.ran
+    assert (ran.status, ran.verdict) == (1, "FAIL"), ran.said
+    errors = ran.row("error_ratio")
+    assert errors["verdict"] == "FAIL"
+    assert 25 <= errors["detail"]["classes"]["http_5xx"] <= 75  # 7.5/s for 5 s and a start, were it 10 s at most
+
+
+def test_core_hangs(story: Story) -> None:
+    """The page of a hung engine is healthy: engine-stuck sees it, and the router's own deadline saves the users."""
+    (ran,) = story.ran
+    assert (ran.status, ran.verdict) == (0, "PASS"), ran.said
+    assert ran.row("alarm.engine-stuck.delivered")["verdict"] == "PASS"
+    assert 36.0 < story.seen["last_stopped_at"] - story.seen["first_stopped_at"] < 46.0
+    assert "t" not in story.seen["states"]
+
+
+def test_all_hangs(story: Story) -> None:
+    """Nobody reads the socket: the agent's own reads time out, and say so."""
+    (ran,) = story.ran
+    assert (ran.status, ran.verdict) == (0, "PASS"), ran.said
+    assert ran.row("alarm.engine-slow.fired")["verdict"] == "PASS"
+    assert "t" not in story.seen["states"]
+
+
+def test_aborted_by_another_page(story: Story) -> None:
+    """A page that nobody announced: the fault was out within 2 s of it, whatever else is wrong needs all hands."""
+    (ran,) = story.ran
+    assert (ran.status, ran.verdict) == (5, "ABORTED"), ran.said
+    assert "preemption-storm" in ran.why
+    paged_at = next(row["at"] for row in ran.record["transitions"]
+                    if row["rule"] == "preemption-storm" and row["state"] == "firing")  # fmt: skip
+    assert story.seen["last_stopped_at"] > paged_at - 1.0, "it hung until then"
+    assert story.seen["last_stopped_at"] < paged_at + 2.0
+    assert "t" not in story.seen["states"]
+
+
+def test_loss_of_10_percent(story: Story) -> None:
+    """One packet in ten of a service port, both ways: proven by counters; everything is as before after it."""
+    (ran,) = story.ran
+    assert (ran.status, ran.verdict) == (0, "PASS"), ran.said
+    assert_lost(ran, 0.10)
+    assert story.seen["before"] == story.seen["after"]
+
+
+def test_loss_of_30_percent(story: Story) -> None:
+    """Three in ten."""
+    (ran,) = story.ran
+    assert (ran.status, ran.verdict) == (0, "PASS"), ran.said
+    assert_lost(ran, 0.30)
+    assert story.seen["before"] == story.seen["after"]
+    planned: subprocess.CompletedProcess[str] = story.seen["planned"]
+    assert story.seen["unplanned"], "a plan changed the world"
+    assert (planned.returncode, planned.stderr) == (6, "")  # the error budget is not known yet
+    for said in ("Targets", "numgen random mod 1000 < 300", "Undo", "Never touched", "Guards", "error budget"):
+        assert said in planned.stdout
+
+
+def assert_lost(ran: Ran, share: float) -> None:
+    """The counters of both directions, by hand: within the larger of 3 points and 3 standard deviations."""
+    samples = ran.record["samples"]
+    assert len(samples) >= 30, "each second"
+    for where, (dropped, seen) in counters(samples[-1]).items():
+        assert seen > 500, where
+        allowed = max(0.03, 3 * (share * (1 - share) / seen) ** 0.5)
+        assert abs(dropped / seen - share) <= allowed, (where, dropped, seen)
+
+
+def counters(sample: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Each table's (dropped, seen)."""
+    return {where: (told["dropped"], told["seen"]) for where, told in sample["tables"].items()}
+
+
+def test_slow_upstream(story: Story) -> None:
+    """An upstream took 5 s to answer; when the proxy that does it was killed, users saw at most one error."""
+    slow, cut = story.ran
+    assert (slow.status, slow.verdict) == (0, "PASS"), slow.said
+    start, end = slow.span("fault")
+    waits = [r.first_at - r.sent_at for r in slow.requests() if start + 1 < r.sent_at < end - 6 and r.first_at]
+    delayed = [wait for wait in waits if wait > 1.0]
+    assert len(delayed) > len(waits) / 3, "every second request goes there"
+    assert all(4.8 <= wait <= 5.2 for wait in delayed), delayed
+    assert (cut.status, cut.verdict) == (5, "ABORTED"), cut.said
+    assert sum(r.outcome != "ok" for r in cut.requests()) <= 1
+    after = [r for r in cut.requests() if r.sent_at > story.seen["killed_at"] + 0.1]
+    assert all(r.first_at and r.first_at - r.sent_at < 1.0 for r in after)
+    assert story.seen["before"] == story.seen["after"] == story.seen["after_kill"]
+
+
+def test_full_disk(story: Story) -> None:
+    """A disk was filled to what was asked to be left, serving went on, and the space came back."""
+    (ran,) = story.ran
+    assert (ran.status, ran.verdict) == (0, "PASS"), ran.said
+    assert story.seen["files"] == []
+    assert story.seen["free"] > 40 << 20
+
+
+def test_rule_is_off(story: Story) -> None:
+    """The engine died and nothing could have rung."""
+    (ran,) = story.ran
+    assert (ran.status, ran.verdict) == (1, "FAIL"), ran.said
+    assert ran.row("alarm.engine-down.fired")["got"] == "the rule is disabled"
+
+
+def test_nobody_hears(story: Story) -> None:
+    """Alertmanager took the page with 200 and showed it as active; the webhook behind it was dead."""
+    (ran,) = story.ran
+    assert (ran.status, ran.verdict) == (1, "FAIL"), ran.said
+    assert ran.row("alarm.engine-down.fired")["verdict"] == "PASS"
+    assert ran.row("alarm.engine-down.delivered")["verdict"] == "FAIL"
+
+
+def test_nothing_injected(story: Story) -> None:
+    """A drill that broke nothing passed for years."""
+    (ran,) = story.ran
+    assert (ran.status, ran.verdict) == (4, "INVALID"), ran.said
+    assert story.seen["same"]
+
+
+def test_ended_early(story: Story) -> None:
+    """One engine cannot carry the load of two: its TTFT paged, and the drill ended there."""
+    (ran,) = story.ran
+    assert (ran.status, ran.verdict) == (1, "FAIL"), ran.said
+    assert ran.why.startswith("ended early: ttft-p99 on b"), ran.why
+    start, end = ran.span("fault")
+    assert end - start < 20.0
+
+
+def test_guards(story: Story) -> None:
+    """Each reason not to begin was given once: said in words, in a report, and nothing was touched."""
+    for name, ran in story.seen.items():
+        if isinstance(ran, Ran):
+            assert (ran.status, ran.verdict) == (6, "SKIPPED"), name
+            assert name in ran.why
+            assert "SKIPPED" in (ran.folder / "report.md").read_text()
+    assert story.seen["untouched"]

@@ -20,12 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from drills import proc
+from drills.model import Request
+from drills.prober import read_requests
 from tests.agent_process import ROOT, AgentProcess
 from tests.alertmanager import RealAlertmanager
 from tests.drills.netns import NEEDS as NETNS_NEEDS
@@ -137,6 +139,15 @@ class Ran:
         rows: list[Mapping[str, Any]] = self.record["rows"]
         return next(row for row in rows if row["name"] == name)
 
+    def requests(self) -> list[Request]:
+        """What the prober sent, one at a time."""
+        return list(read_requests(self.folder / "requests.jsonl"))
+
+    def span(self, phase: str) -> tuple[float, float]:
+        """From when to when a phase lasted."""
+        start, end = self.record["spans"][phase]
+        return float(start), float(end)
+
     def at(self, what: str) -> float:
         """When something of the timeline happened."""
         return next(float(row["at"]) for row in self.record["timeline"] if row["what"] == what)
@@ -165,6 +176,16 @@ class World:
         """Their nftables, for comparison byte by byte."""
         return [netns.ruleset() for netns in self.namespaces]
 
+    def processes(self) -> set[tuple[int, str]]:
+        """All that run in them."""
+        inodes = {os.stat(netns.path).st_ino for netns in self.namespaces}  # noqa: PTH116
+        found = set()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                if (folder / "ns/net").stat().st_ino in inodes:
+                    found.add((int(folder.name), (folder / "comm").read_text().strip()))
+        return found
+
     @property
     def config(self) -> Path:
         """tocsin.yaml."""
@@ -175,16 +196,17 @@ class World:
         """Where the runs are."""
         return self.folder / "agent" / "state" / "drills" / "runs"
 
-    def tocsin(self, *words: str, main: str = "agent") -> subprocess.CompletedProcess[str]:
-        """The command line, beside the agent. `main`: the module that is run."""
-        command = [sys.executable, "-m", main, *words, "--config", str(self.config)]
+    def tocsin(self, *words: str, main: Sequence[str] = ("agent",)) -> subprocess.CompletedProcess[str]:
+        """The command line, beside the agent. `main`: the module that is run, and its own words."""
+        command = [sys.executable, "-m", *main, *words, "--config", str(self.config)]
         return inside(self.client, lambda: subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_WITHIN_S, check=False))  # fmt: skip
 
-    def drill(self, name: str, *more: str, main: str = "agent") -> Ran:
-        """Run a drill to its end."""
+    def drill(self, name: str, *, accept: bool = True, main: Sequence[str] = ("agent",)) -> Ran:
+        """Run a drill to its end. `accept`: an unknown error budget."""
         known = set(self.runs.iterdir()) if self.runs.exists() else set()
-        done = self.tocsin("drill", "run", name, "--foreground", "--accept-unknown-budget", *more, main=main)
+        more = ["--accept-unknown-budget"] * accept
+        done = self.tocsin("drill", "run", name, "--foreground", *more, main=main)
         said = done.stdout + done.stderr
         new = set(self.runs.iterdir()) - known if self.runs.exists() else set()
         assert len(new) == 1, said
