@@ -249,8 +249,12 @@ def doctor(
 
 def _look(settings: Config, urls: Sequence[str]) -> Any:
     from agent.oneshot import doctor as look
+    from agent.strict import Unfit
 
-    return look(settings, urls)
+    try:
+        return look(settings, urls)
+    except Unfit as fault:
+        raise Failure(f"tocsin doctor: {fault}") from fault
 
 
 @app.command()
@@ -319,13 +323,16 @@ def backtest(
     config: ConfigFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run the rules over a recording: what would have paged."""
+    """Run the rules over a recording: what would have paged.
+
+    The rules, service levels and engines of the configuration count, as they would for the daemon.
+    """
     from agent.backtest import BadRecording
     from agent.backtest import backtest as replay
     from agent.show import backtest_report
     from agent.strict import ConfigErrors, Unfit
 
-    chosen(context, config)
+    settings = load(chosen(context, config))
     # `--slo a=1 b=2`: what follows the first is a FILE to the parser
     levels = [*(slo or ()), *(word for word in files if "=" in word and not Path(word).exists())]
     paths = [Path(word) for word in files if word not in levels]
@@ -334,7 +341,7 @@ def backtest(
     if wrong := [word for word in levels if "=" not in word]:
         raise Failure(f"tocsin: --slo {wrong[0]} is not NAME=VALUE; write --slo ttft_p99=500ms")
     try:
-        answer = replay(paths, rules, dict(word.split("=", 1) for word in levels))
+        answer = replay(paths, rules, dict(word.split("=", 1) for word in levels), settings)
     except (BadRecording, ConfigErrors, Unfit, ValueError) as fault:
         raise Failure(f"tocsin: {fault}") from fault
     emit(answer, as_json, lambda: backtest_report(answer))

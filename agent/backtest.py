@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import gzip
+import heapq
 import json
 import math
 import statistics
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+import msgspec
+
+from agent.config import Config, rules_for, slo_for, target_name, with_slo
 from agent.engines.pages import PageReader
 from agent.evaluate import judge
 from agent.exposition import PageError
-from agent.model import COMPARE, Batch, Gap, GpuFacts, Rule, Sample, Slo, Why
+from agent.model import COMPARE, Batch, Gap, GpuFacts, Rule, Sample, Why
 from agent.node import Node, Setup
 from agent.signals import CATALOGUE, Target, bound
 from agent.stats import quantile
-from agent.strict import duration_s, share
 from agent.windows import LATE_INTERVALS
-from rules import RulesConfig, load_rules, severity_of
+from rules import RulesConfig, severity_of
 
+SLOWEST_READ_S = 60.0  # a recorder gives a read up long before
+_T = TypeVar("_T")
 HISTOGRAMS = {"ttft": (0.5, 0.99), "itl": (0.5, 0.99), "e2e": (0.99,), "queue_time": (0.99,)}
 
 
@@ -44,12 +49,35 @@ class Row(NamedTuple):
     gpus: list[dict[str, Any]] | None
 
 
+class Scrape(NamedTuple):
+    """A row without what it brought: of these a whole recording is held, of pages never more than a few."""
+
+    at: float
+    target: str
+    has_page: bool
+    is_gpus: bool
+
+
+class _Outline(msgspec.Struct):
+    t: float
+    target: str
+    body: msgspec.Raw = msgspec.Raw(b"null")
+    gpus: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_OUTLINE = msgspec.json.Decoder(_Outline)
+
+
 def read(path: Path) -> Iterator[Row]:
     """The rows of a recording (gzip or plain JSON lines). One that was cut short gives what it holds.
 
     Raises:
         BadRecording: the file cannot be read, or a line is not as `tocsin record` writes it.
     """
+    return _each_line(path, _row)
+
+
+def _each_line(path: Path, understood: Callable[[bytes], _T]) -> Iterator[_T]:
     line_no = 0
     try:
         with path.open("rb") as raw:
@@ -57,12 +85,12 @@ def read(path: Path) -> Iterator[Row]:
             raw.seek(0)
             for line in gzip.GzipFile(fileobj=raw) if packed else raw:
                 line_no += 1
-                yield _row(line)
+                yield understood(line)
     except (EOFError, zlib.error):
         return  # the recorder was killed: all whole lines have been given
     except OSError as error:
         raise BadRecording(f"{path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
         what = f"{path}:{line_no}: not a line of a recording ({error})"
         raise BadRecording(f"{what}; `tocsin record` makes one") from None
 
@@ -70,6 +98,22 @@ def read(path: Path) -> Iterator[Row]:
 def _row(line: bytes) -> Row:
     row = json.loads(line)
     return Row(float(row["t"]), str(row["target"]), row.get("body"), row.get("gpus"))
+
+
+def _outlined(line: bytes) -> Scrape:
+    row = _OUTLINE.decode(line)
+    return Scrape(row.t, row.target, bytes(row.body) != b"null", bytes(row.gpus) != b"null")
+
+
+def in_order(rows: Iterable[Row]) -> Iterator[Row]:
+    """One file's rows by their time: a slow read is written down after those that began later and were sooner done."""
+    held: list[tuple[float, int, Row]] = []
+    for n, row in enumerate(rows):
+        heapq.heappush(held, (row.at, n, row))
+        while row.at - held[0][0] > SLOWEST_READ_S:
+            yield heapq.heappop(held)[2]
+    while held:
+        yield heapq.heappop(held)[2]
 
 
 @dataclass
@@ -108,46 +152,55 @@ class Replay:
 
 
 def backtest(paths: Sequence[Path], rules_dir: Path | None = None, slo_overrides: Mapping[str, str] | None = None,
-             ) -> dict[str, Any]:
+             config: Config | None = None) -> dict[str, Any]:
     """Replay recordings of one node through the rules; the contract of `tocsin backtest --json`.
 
+    `config`: whose rules, service levels and engines (found by their address) count; `rules_dir` adds rules, and
+    `slo_overrides` (ttft_p99=500ms) service levels.
+
     Raises:
-        BadRecording, agent.strict.ConfigErrors, ValueError (an SLO that does not parse).
+        BadRecording, agent.strict.ConfigErrors, agent.strict.Unfit (an SLO that does not parse).
     """
-    rows = sorted((row for path in paths for row in read(path)), key=lambda row: row.at)
-    if not rows:
+    config = _laid_over(config or Config(rules=RulesConfig(dirs=())), rules_dir, slo_overrides or {})
+    rules = rules_for(config, CATALOGUE).rules
+    scrapes = sorted((scrape for path in paths for scrape in _each_line(path, _outlined)), key=lambda s: s.at)
+    if not scrapes:
         raise BadRecording(f"{', '.join(map(str, paths))}: no complete row")
-    slo = slo_of(slo_overrides or {})
-    config = RulesConfig(dirs=(rules_dir,)) if rules_dir else RulesConfig(dirs=())
-    rules = load_rules(config, slo, CATALOGUE).rules
-    poll_s = typical_step_s(rows)
-    names = {row.target: name_of(row.target) for row in rows if row.gpus is None}
-    targets = tuple(Target(name, (), slo) for name in dict.fromkeys(names.values()))
-    node = Node(Setup("recording", poll_s, slo, targets, tuple(rules), severity_of, raw_keep_s=math.inf))
-    replay = Replay(node, rows[0].at)
-    readers = {name: PageReader(name) for name in names.values()}
+    poll_s = typical_step_s(scrapes)
+    targets = {s.target: target_of(s.target, config) for s in scrapes if not s.is_gpus}
+    by_name = {target.name: target for target in targets.values()}
+    node = Node(Setup("recording", poll_s, slo_for(config), tuple(by_name.values()), tuple(rules), severity_of,
+                      raw_keep_s=math.inf))
+    replay = Replay(node, scrapes[0].at)
+    names = {url: target.name for url, target in targets.items()}
+    readers = {name: PageReader(name) for name in by_name}
     before = None
+    rows = heapq.merge(*(in_order(read(path)) for path in paths), key=lambda row: row.at)
     for at, group in moments(rows, poll_s):
         for row in group:
             node.take(batch_of(row, at, names, readers))
-        dt_s = 0.0 if before is None else min(at - before, LATE_INTERVALS * poll_s)
-        _step(replay, at, dt_s)
+        _step(replay, at, 0.0 if before is None else min(at - before, LATE_INTERVALS * poll_s))
         before = at
-    return _result(replay, rows, poll_s)
+    return _result(replay, scrapes, poll_s)
 
 
-def slo_of(overrides: Mapping[str, str]) -> Slo:
-    """The service levels of `--slo ttft_p99=500ms`; given ones count as written, defaults page nobody. ValueError."""
-    values: dict[str, Any] = {}
-    for key, text in overrides.items():
-        if key not in Slo.__dataclass_fields__ or key == "written":
-            known = ", ".join(k for k in Slo.__dataclass_fields__ if k != "written")
-            raise ValueError(f"--slo {key}: unknown; one of {known}")
-        values[key] = share(text) if key == "availability" else duration_s(text)
-    return replace(Slo(written=bool(values)), **values)
+def _laid_over(config: Config, rules_dir: Path | None, levels: Mapping[str, str]) -> Config:
+    dirs = (*config.rules.dirs, rules_dir) if rules_dir else config.rules.dirs
+    rules = msgspec.structs.replace(config.rules, dirs=dirs)
+    return with_slo(msgspec.structs.replace(config, rules=rules), levels)
 
 
-def typical_step_s(rows: Sequence[Row]) -> float:
+def target_of(url: str, config: Config) -> Target:
+    """What was recorded under an address: the configured engine there, else one that is called host:port."""
+    name = name_of(url)
+    engine = next((engine for engine in config.engines if name_of(engine.url) == name), None)
+    if engine is None:
+        return Target(name, (), slo_for(config))
+    name = target_name(engine)
+    return Target(name, (), slo_for(config, name), engine.profile, engine.gpus)
+
+
+def typical_step_s(rows: Sequence[Scrape]) -> float:
     """How often the recording's busiest target was read: the median step."""
     times: dict[str, list[float]] = {}
     for row in rows:
@@ -157,7 +210,7 @@ def typical_step_s(rows: Sequence[Row]) -> float:
     return statistics.median(steps) if steps else 1.0
 
 
-def moments(rows: Sequence[Row], poll_s: float) -> Iterator[tuple[float, list[Row]]]:
+def moments(rows: Iterable[Row], poll_s: float) -> Iterator[tuple[float, list[Row]]]:
     """Rows that belong to one round: within half a step, no target twice."""
     group: list[Row] = []
     for row in rows:
@@ -196,7 +249,8 @@ def batch_of(row: Row, at: float, names: Mapping[str, str], readers: Mapping[str
 
 def gpu_batch(row: Row, at: float) -> Batch:
     """A recorded NVML read: each GPU is its facts and its samples by name."""
-    gpus, readings = [], []
+    gpus: list[GpuFacts] = []
+    readings: list[Sample | Gap] = []
     for gpu in row.gpus or ():
         uuid = str(gpu["uuid"])
         gpus.append(GpuFacts(uuid, int(gpu.get("index", 0)), str(gpu.get("name", "")), str(gpu.get("bdf", "")),
@@ -204,11 +258,13 @@ def gpu_batch(row: Row, at: float) -> Batch:
         samples = gpu.get("values", gpu)
         readings += [Sample(name, uuid, float(value), at) for name, value in samples.items()
                      if name.startswith("gpu_") and isinstance(value, int | float)]
+        readings += [Gap(name, uuid, Why(code), str(why), at) for name, (code, why) in gpu.get("gaps", {}).items()]
     return Batch("nvml", at, 0.0, tuple(readings), gpus=tuple(gpus))
 
 
 def _step(replay: Replay, at: float, dt_s: float) -> None:
     node, since_start = replay.node, round(at - replay.start, 3)
+    node.windows.unsaved()  # for a store that a back-test does not have
     for change in node.step(at, dt_s):
         replay.transitions.append({"at_s": since_start, "rule": change.alert.rule, "subject": change.alert.subject,
                                    "state": change.kind, "value": change.alert.value,
@@ -243,13 +299,13 @@ def _held(rule: Rule, limit: float | None, signal: Any) -> bool | None:
     return None
 
 
-def _result(replay: Replay, rows: Sequence[Row], poll_s: float) -> dict[str, Any]:
-    pages = [row for row in rows if row.gpus is None]
+def _result(replay: Replay, scrapes: Sequence[Scrape], poll_s: float) -> dict[str, Any]:
+    pages = [scrape for scrape in scrapes if not scrape.is_gpus]
     spans = sorted(replay.spans, key=lambda s: (s.from_s, s.rule, s.subject))
     paged = [t for t in replay.transitions if t["state"] == "firing" and t["severity"] == "page"]
     return {
-        "recording": {"scrapes": len(pages), "missing": sum(row.body is None for row in pages),
-                      "seconds": round(rows[-1].at - rows[0].at, 3), "poll_s": round(poll_s, 3)},
+        "recording": {"scrapes": len(pages), "missing": sum(not scrape.has_page for scrape in pages),
+                      "seconds": round(scrapes[-1].at - scrapes[0].at, 3), "poll_s": round(poll_s, 3)},
         "engines": {engine: _engine(replay.node, engine, whole) for engine, whole in replay.wholes.items()},
         "breaches": [{"rule": s.rule, "subject": s.subject, "from_s": s.from_s, "to_s": s.to_s, "judged": s.judged}
                      for s in spans],
@@ -261,20 +317,23 @@ def _result(replay: Replay, rows: Sequence[Row], poll_s: float) -> dict[str, Any
     }
 
 
-def gaps(pages: Iterable[Row], start: float, poll_s: float) -> list[list[float]]:
-    """Stretches without a page of some target: over 3 steps, or with a failed read; from the last good to the next."""
+def gaps(pages: Iterable[Scrape], start: float, poll_s: float) -> list[list[float]]:
+    """Stretches without a page of some target: over 3 steps, or with a failed read; from the last good to the next.
+
+    What no good one follows, or precedes, ends, or begins, with the failed reads.
+    """
     found: list[list[float]] = []
     last: dict[str, float] = {}
-    failed: dict[str, bool] = {}
-    for row in pages:
-        if row.body is None:
-            failed[row.target] = True
-            last.setdefault(row.target, row.at)
+    failed: dict[str, float] = {}
+    for page in pages:
+        before = last.setdefault(page.target, page.at)
+        if not page.has_page:
+            failed[page.target] = page.at
             continue
-        before = last.get(row.target)
-        if before is not None and (failed.pop(row.target, False) or row.at - before > LATE_INTERVALS * poll_s):
-            found.append([round(before - start, 3), round(row.at - start, 3)])
-        last[row.target] = row.at
+        if failed.pop(page.target, None) is not None or page.at - before > LATE_INTERVALS * poll_s:
+            found.append([round(before - start, 3), round(page.at - start, 3)])
+        last[page.target] = page.at
+    found += [[round(last[target] - start, 3), round(at - start, 3)] for target, at in failed.items()]
     return sorted(found)
 
 

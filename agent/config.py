@@ -864,7 +864,7 @@ def slo_for(config: Config, subject: str | None = None) -> Slo:
 def with_slo(config: Config, levels: Mapping[str, str]) -> Config:
     """The configuration with service levels from the command line (`ttft_p99=500ms`). Raises Unfit."""
     parse: Mapping[str, Any] = {
-        **dict.fromkeys(("ttft_p99", "itl_p99", "e2e_p99", "window"), duration_s),
+        **dict.fromkeys(("ttft_p99", "itl_p99", "e2e_p99", "window"), above_zero(duration_s).to),
         "availability": _availability,
     }
     changes: dict[str, Any] = {}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agent.config import DEFAULT_PATH, Config, EngineConfig, rules_for
+from agent.config import DEFAULT_PATH, Config, EngineConfig, base_url, rules_for
 from agent.daemon import setup_of, sources_of
 from agent.loop import GRACE_S, Collector, doctor_report
 from agent.model import Source
@@ -77,7 +77,10 @@ def _looked_for(config: Config, sources: Sequence[Source], errors: dict[str, str
 
 
 def doctor(config: Config, urls: Sequence[str]) -> dict[str, Any]:
-    """How each quantity is had, by reading everything once; `urls` are looked at instead of the configured engines."""
+    """How each quantity is had, by reading everything once; `urls` are looked at instead of the configured engines.
+
+    Raises Unfit where one of them is no address.
+    """
     if urls:
         engines = tuple(EngineConfig(url=url) for url in dict.fromkeys(map(_address, urls)))
         config = Config(engines=engines, nvml=config.nvml, node=config.node)
@@ -92,6 +95,5 @@ def doctor(config: Config, urls: Sequence[str]) -> dict[str, Any]:
 
 
 def _address(word: str) -> str:
-    """An engine's address from how people write it: host:port, with a last slash, with /metrics."""
-    url = word if "://" in word else f"http://{word}"
-    return url.rstrip("/").removesuffix("/metrics")
+    """An engine's address from how people write it: host:port, with a last slash, with /metrics. Raises Unfit."""
+    return base_url(word if "://" in word else f"http://{word}").removesuffix("/metrics").rstrip("/")

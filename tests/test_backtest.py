@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agent.backtest import BadRecording, backtest
+from agent.config import load_config
 from tests.recordings import KV_PRESSURE, RECORDINGS, STARVED_HOST, rows, truth, unpacked
 
 COUNTS = ("requests_finished", "preemptions", "generation_tokens", "http_2xx", "http_4xx", "http_5xx")
@@ -156,3 +158,94 @@ def test_gpu_rows_are_judged_too(tmp_path: Path) -> None:
 
     hot = [t for t in result["transitions"] if t["rule"] == "gpu-temperature"]
     assert [(t["state"], t["at_s"]) for t in hot] == [("pending", 0.0), ("firing", 30.0)]
+
+
+def written(path: Path, told: list[dict[str, Any]]) -> Path:
+    """These rows as a recording."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in told))
+    return path
+
+
+def pages(*at: float, target: str = "http://e:8000", failed: tuple[float, ...] = ()) -> list[dict[str, Any]]:
+    """Scrapes of an engine whose cache is full, some of which failed."""
+    def page(t: float) -> str:
+        return f'vllm:kv_cache_usage_perc{{model_name="m"}} 0.93\nvllm:generation_tokens_total{{model_name="m"}} {t}\n'
+    return [{"t": 1000.0 + t, "target": target, "body": None if t in failed else page(t)} for t in at]
+
+
+@pytest.mark.parametrize(("story", "failed", "want"), [
+    ("it was down at the end", (3, 4), [[2, 4]]),
+    ("it was down at the start", (0, 1), [[0, 2]]),
+    ("it never answered", (0, 1, 2, 3, 4), [[0, 4]]),
+    ("it was down in between", (1,), [[0, 2]]),
+    ("it was always there", (), []),
+])
+def test_gaps_reach_to_the_ends(tmp_path: Path, story: str, failed: tuple[float, ...], want: list[list[float]]) -> None:
+    """An engine that was dead when the recording ended has a gap to its end."""
+    path = written(tmp_path / "r.jsonl", pages(0, 1, 2, 3, 4, failed=failed))
+
+    assert backtest([path])["gaps"] == want, story
+
+
+def test_the_configuration_counts(tmp_path: Path) -> None:
+    """Its limits, its promises, and what it calls the engine at that address: else it is another node's back-test."""
+    file = tmp_path / "tocsin.yaml"
+    file.write_text("""
+slo: {ttft_p99: 2s}
+engines: [{name: llama-70b, url: "http://e:8000", slo: {ttft_p99: 3s}}]
+rules: {dirs: [], override: {kv-cache-utilization: {fires: ">= 0.95"}}}
+""")
+    path = written(tmp_path / "r.jsonl", pages(0, 5, 10))
+
+    alone, configured = backtest([path]), backtest([path], config=load_config(file, {}))
+
+    over = [{(b["rule"], b["subject"]) for b in r["breaches"] if b["rule"] != "blind"} for r in (alone, configured)]
+    assert over == [{("kv-cache-utilization", "e:8000")}, set()]
+    assert list(configured["engines"]) == ["llama-70b"]
+    limit = {s["rule"]: s["limit"] for s in configured["signals"]}["queue-age"]
+    assert limit == pytest.approx(1.5)  # half of the engine's own
+    assert configured["notes"] == []
+
+
+def test_what_a_recorded_gpu_could_not_tell_is_replayed_as_such(tmp_path: Path) -> None:
+    """No power limit on this card (N/A), a temperature that failed: not "never told"."""
+    gpu = {"uuid": "GPU-1", "index": 0, "name": "H200", "bdf": "0000:1b:00", "values": {"gpu_mem_used": 1.0},
+           "gaps": {"gpu_temp_c": ["error", "nvmlDeviceGetTemperature: Unknown Error"],
+                    "gpu_util": ["not_supported", "MIG does not tell it"]}}
+    told = [{"t": 1000.0 + 5 * i, "target": "nvml", "gpus": [gpu]} for i in range(3)]
+
+    result = backtest([written(tmp_path / "r.jsonl", told)])
+
+    shown = {s["rule"]: (s["state"], s["why"]) for s in result["signals"]}
+    assert shown["gpu-temperature"] == ("UNKNOWN", "nvmlDeviceGetTemperature: Unknown Error")
+    assert shown["gpu-utilization"] == ("N/A", "MIG does not tell it")
+
+
+def test_files_and_late_rows_are_put_in_order(tmp_path: Path) -> None:
+    """Two recorders on one node, and a slow read that was written after faster ones: one life, by its times."""
+    first, second = pages(0, 10, 5, 15, 20), pages(2, 7, 12, target="http://f:8000")
+
+    result = backtest([written(tmp_path / "a.jsonl", first), written(tmp_path / "b.jsonl", second)])
+
+    assert result["recording"] == {"scrapes": 8, "missing": 0, "seconds": 20.0, "poll_s": 5.0}
+    assert sorted(result["engines"]) == ["e:8000", "f:8000"]
+    assert result["engines"]["e:8000"]["generation_tokens"] == 20  # out of order it would read as a restart: 10 + 5 + …
+
+
+def test_a_long_recording_does_not_stand_in_memory(tmp_path: Path) -> None:
+    """8 h of pages of 100 KB are 3 GB: 10 minutes of them must not cost their 24 MB."""
+    body = "x" * 40_000
+    told = ({"t": 1000.0 + t, "target": "http://e:8000", "body": f"# {body}\n" + pages(t)[0]["body"]}
+            for t in range(600))
+    path = tmp_path / "r.jsonl.gz"
+    with gzip.open(path, "wt", compresslevel=1) as file:
+        file.writelines(json.dumps(row) + "\n" for row in told)
+    tracemalloc.start()
+    try:
+        result = backtest([path])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert result["recording"]["scrapes"] == 600
+    assert peak < 12e6

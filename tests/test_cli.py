@@ -348,6 +348,11 @@ def test_rules_list_is_the_catalogue(cli: Cli) -> None:
         (["backtest", "no-such-file"], "no-such-file"),
         (["backtest", "ttft_p99=1s"], "no recording is named"),
         (["backtest", "x", "--slo", "fast"], "--slo fast is not NAME=VALUE"),
+        (["backtest", "x", "--slo", "availability=100%"], "100% leaves no error budget to count; write 99.9%"),
+        (["backtest", "x", "--slo", "ttft_p99=0s"], "0s must be over 0"),
+        (["backtest", "x", "--config", "gone.yaml"], "gone.yaml: cannot be read"),
+        (["doctor", "ftp://127.0.0.1:1"], "tocsin doctor: 'ftp://127.0.0.1:1' is not an http(s) URL"),
+        (["doctor", "http://user:secret@127.0.0.1:1"], "tocsin doctor: credentials stand in the URL"),
         (["frobnicate"], "No such command 'frobnicate'"),
         (["check", "--frobnicate"], "No such option: --frobnicate"),
     ],
@@ -372,7 +377,10 @@ def test_backtest_levels_may_follow_one_slo(cli: Cli, monkeypatch: pytest.Monkey
     monkeypatch.setattr("agent.backtest.backtest", replay)
     code, out, _ = cli("backtest", "a.gz", "b.gz", "--rules", "/r", "--slo", "ttft_p99=500ms", "itl_p99=80ms")
     assert code == 0
-    assert calls == [([Path("a.gz"), Path("b.gz")], Path("/r"), {"ttft_p99": "500ms", "itl_p99": "80ms"})]
+    [(paths, rules, levels, settings)] = calls
+    assert (paths, rules) == ([Path("a.gz"), Path("b.gz")], Path("/r"))
+    assert levels == {"ttft_p99": "500ms", "itl_p99": "80ms"}
+    assert settings.node == "gpu-17"
     assert out == "2 scrapes in 90 s; 1 missing, 0 gaps\nNothing would have fired.\n"
 
 

@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.backtest": Row(
         "agent.config agent.engines.pages agent.evaluate agent.exposition agent.model agent.node agent.signals"
         " agent.stats agent.strict agent.windows rules",
-        "gzip pathlib",
+        "gzip msgspec pathlib",
     ),
     # The edges, which touch the world.
     "agent.sources": Row(),
@@ -104,7 +104,7 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.judge": Row("drills.model"),
     "drills.escape": Row(),
     "drills.definition": Row("drills.model", "msgspec yaml"),
-    "drills.plots": Row("drills.model", "pygal xml.etree"),
+    "drills.plots": Row("drills.model", "pygal sys xml.etree"),
     # Its run's own folder and those beside it; no clock, no network.
     "drills.report": Row(
         "drills drills.definition drills.escape drills.judge drills.model drills.plots",
