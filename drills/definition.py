@@ -40,11 +40,16 @@ def _drill(drill: Mapping[str, Any]) -> dict[str, Any]:
     if drill.get("expects"):
         written["expects"] = list(drill["expects"])
     holds = _holds(drill.get("holds") or {})
-    params = {UNITS.get(k, k): _seconds(v) if k.endswith("_s") else _share(v) if k == "share" else v
-              for k, v in (drill.get("params") or {}).items() if k != "path"}
+    params = {UNITS.get(k, k): _param(k, v) for k, v in (drill.get("params") or {}).items() if k != "path"}
     written |= {k: v for k, v in (("holds", holds), ("params", params)) if v}
     rest = ("enabled", "dry_run", "echo", "owner")
     return written | {k: drill[k] for k in rest if drill.get(k, WHOLE[k]) != WHOLE[k]}
+
+
+def _param(name: str, value: Any) -> Any:
+    if name == "leave_bytes":
+        return f"{value / 2**20:g}MiB" if value % 2**20 == 0 else f"{value:.0f}B"
+    return _seconds(value) if name.endswith("_s") else _share(value) if name == "share" else value
 
 
 def _target(drill: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,8 +75,9 @@ def cell(value: object) -> str:
     return re.sub(r"^([#>+-]|\d+[.)])(?=\s|$)", lambda m: f"{m[0][:-1]}\\{m[0][-1]}", text)
 
 
-def fenced(text: str, language: str = "") -> str:
+def fenced(value: object, language: str = "") -> str:
     """A block of code, whose fence is longer than any in it."""
+    text = str(value)
     ticks = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
     return f"{ticks}{language}\n{text.rstrip()}\n{ticks}"
 

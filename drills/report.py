@@ -36,6 +36,10 @@ FILES: Mapping[str, str] = {"md": "report.md", "json": "report.json", "html": "r
 BAD = (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.INVALID)
 TIMES: Mapping[str, str] = {"detect": "alert firing", "deliver": "notification at the receiver",
                             "mitigate": "traffic back at the asked rate", "recover": "all as before"}
+PHASES = ("before", "during", "after")
+UNPHASED = ("alarm.", "not_ended_early", "no_other_stream_cut", "restart", "no_orphans", "gpu_memory_free",
+            "deadline_respected", "nothing_unexpected", *EVIDENCE)  # fmt: skip
+FIRST = ("alarm.", "goodput", "restart", "degraded")  # of what went well: what the drill is for
 Map = Mapping[str, Any]
 
 
@@ -173,8 +177,9 @@ def _requests(path: Path) -> Iterator[Request]:
 
 
 def _row(row: Map) -> dict[str, Any]:
-    keys = ("name", "verdict", "asked", "got", "before", "during", "after")
-    texts = {key: str(row.get(key) or UNKNOWN) for key in keys}
+    texts = {key: str(row.get(key) or UNKNOWN) for key in ("name", "verdict", "asked", "got", *PHASES)}
+    if texts["name"].startswith(UNPHASED) and {texts[key] for key in PHASES} == {UNKNOWN}:
+        texts |= dict.fromkeys(PHASES, "–")  # it has none, so nothing of it is unknown
     detail = dict(_map(row.get("detail")))
     k, n = (number(detail.get(key)) for key in ("k", "n"))
     return {**texts, "k_of_n": f"{k:.0f} of {n:.0f}" if k is not None and n is not None else "", "detail": detail}
@@ -205,7 +210,7 @@ def hypothesis(record: Map) -> str:
     if load:
         goodput, within = number(holds.get("goodput")), holds.get("goodput_within_s")
         if goodput is not None:
-            said.append(f"{escape.share(goodput)} of {load.get('rate_per_s')} requests/s are answered well"
+            said.append(f"{escape.share(goodput)} of {_count(load.get('rate_per_s'))} requests/s are answered well"
                         f" within {escape.span(within)}")
         for name in ("ttft", "itl"):
             limit = holds.get(f"{name}_p99")
@@ -276,7 +281,7 @@ def timeline(record: Map, window: tuple[float, float] | None, counted: plots.Cou
         rows.append((error.ended_at, "first user-visible error",
                      f"request {error.id}: {error.outcome}{f' {error.status}' if error.status else ''}"))
     rows.sort(key=lambda r: (r[0] is None, r[0] or 0.0))
-    return [{"at": at, "offset_s": None if at is None or start is None else at - start, "what": what,
+    return [{"at": at, "offset_s": None if at is None or start is None else round(at - start, 3), "what": what,
              "evidence": evidence} for at, what, evidence in rows]
 
 
@@ -310,8 +315,9 @@ def _impact(record: Map, counted: plots.Course | None) -> dict[str, Any]:
 
 def findings(record: Map, rows: Sequence[Map]) -> dict[str, list[str]]:
     """Went well, went badly, got lucky, and what nobody can tell. Each says only what a row says."""
-    said = {"well": [f"{r['name']}: {r['got']} (asked: {r['asked']})" for r in rows
-                     if r["verdict"] == Verdict.PASS and r["name"] not in EVIDENCE],
+    held = [r for r in rows if r["verdict"] == Verdict.PASS and r["name"] not in EVIDENCE]
+    held.sort(key=lambda r: not r["name"].startswith(FIRST))
+    said = {"well": [f"{r['name']}: {r['got']} (asked: {r['asked']})" for r in held],
             "badly": [f"{r['name']} is {r['verdict']}: {r['got']} (asked: {r['asked']})" for r in rows
                       if r["verdict"] in BAD],
             "lucky": [x for r in rows if r["verdict"] == Verdict.PASS and (x := _luck(r))],
@@ -387,8 +393,12 @@ def _environment(*, autoescape: bool) -> jinja2.Environment:
                               lstrip_blocks=True, keep_trailing_newline=True)
     made.filters |= {"utc": escape.utc, "day": escape.day, "span": escape.span, "offset": escape.offset,
                      "share": escape.share, "cell": escape.cell, "fenced": escape.fenced, "count": _count,
-                     "known": lambda x: UNKNOWN if x is None or x == "" else x, "sign": lambda x: SIGNS.get(x, "none")}
+                     "known": _known, "sign": lambda x: SIGNS.get(x, "none")}
     return made
+
+
+def _known(value: Any) -> Any:
+    return UNKNOWN if value is None or value == "" or isinstance(value, jinja2.Undefined) else value
 
 
 def _count(value: object) -> str:
