@@ -10,19 +10,19 @@ from __future__ import annotations
 import gzip
 import json
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
-import requests
-
+from agent.exposition import PageError, check_length, decode
 from agent.model import Batch, Sample, Source
+from agent.sources.fetch import Fetcher, FetchError
 
 CONNECT_S = 3.0
 MAX_BYTES = 32 * 1024 * 1024  # of one page
@@ -76,45 +76,26 @@ def target_of(url: str) -> str:
 
 
 def scraper(url: str, timeout_s: float) -> Read:
-    """A function that reads one page with one connection kept open. A failure is a row with body null."""
-    session = requests.Session()
-    session.trust_env = False  # an engine of this network is not asked through a proxy
+    """A function that reads one page with one connection kept open, as the daemon does. A failure has body null."""
+    headers = {"Accept": ACCEPT, "Accept-Encoding": "identity", "User-Agent": "tocsin"}
+    fetcher = Fetcher(url, headers, connect_s=CONNECT_S, total_s=CONNECT_S + timeout_s, limit_bytes=MAX_BYTES)
     target = target_of(url)
-
-    def body() -> str:
-        timeouts = (CONNECT_S, timeout_s)
-        gives_up_at = time.monotonic() + CONNECT_S + timeout_s  # a page that trickles never times out by itself
-        with session.get(url, headers={"Accept": ACCEPT}, timeout=timeouts, stream=True) as reply:
-            if reply.status_code != requests.codes.ok:
-                raise requests.RequestException(f"HTTP {reply.status_code}")
-            page = bytearray()
-            for part in reply.iter_content(65536):
-                page += part
-                if len(page) > MAX_BYTES:
-                    raise requests.RequestException(f"over {MAX_BYTES // 2**20} MiB")
-                if time.monotonic() > gives_up_at:
-                    raise requests.Timeout
-        return page.decode("utf-8", "replace")
 
     def read(now: float) -> Row:
         row: dict[str, Any] = {"t": round(now, 3), "target": target, "body": None}
         try:
-            row["body"] = body()
-        except requests.RequestException as fault:
-            row["error"] = _brief(fault)
+            answer = fetcher.get()
+            if answer.status == HTTPStatus.OK:
+                check_length(len(answer.body), answer.headers.get("content-length"))
+                page = decode(answer.body, answer.headers.get("content-encoding"), MAX_BYTES)
+                row["body"] = page.decode("utf-8", "replace")
+            else:
+                row["error"] = f"HTTP {answer.status}"
+        except (FetchError, PageError) as fault:
+            row["error"] = str(fault)
         return row
 
     return read
-
-
-def _brief(fault: requests.RequestException) -> str:
-    if isinstance(fault, requests.Timeout):
-        return "no answer in time"
-    if not isinstance(fault, requests.ConnectionError):
-        return str(fault)[:200]
-    # urllib3 wraps the system's words in several layers: "HTTPConnection(…): …: [Errno 111] Connection refused"
-    reason = getattr(fault.args[0] if fault.args else fault, "reason", fault)
-    return re.sub(r"^\[Errno [0-9-]+\] ", "", str(reason).rpartition(": ")[2])[:200]
 
 
 def gpu_reader(source: Source) -> Read:

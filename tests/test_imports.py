@@ -88,7 +88,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.oneshot": Row(
         "agent.config agent.daemon agent.loop agent.model agent.node agent.signals agent.windows", "time"
     ),
-    "agent.record": Row("agent.model", WORLD),
+    "agent.record": Row("agent.exposition agent.model agent.sources.fetch", WORLD),
     "agent.show": Row("agent.words", "rich shutil"),
     "agent.__main__": Row(
         "agent.backtest agent.client agent.config agent.model agent.oneshot agent.record agent.show agent.signals"

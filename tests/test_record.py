@@ -21,6 +21,7 @@ import pytest
 from agent import backtest
 from agent.model import Batch, Gap, GpuFacts, Sample, Why
 from agent.record import CannotRecord, Row, gpu_row, page_url, record, recording, scraper, target_of
+from tests.page_server import PageServer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{engine=\"0\"} %d\n# Grüße\n"
@@ -133,7 +134,7 @@ def test_a_failed_scrape_is_a_row_without_a_body(tmp_path: Path) -> None:
     ]
     dead = [r for r in rows if r["target"] == "http://127.0.0.1:1"]
     assert len(dead) > 3
-    assert {(r["body"], r["error"]) for r in dead} == {(None, "Connection refused")}
+    assert {(r["body"], r["error"]) for r in dead} == {(None, "refused: nothing listens there")}
     said = stderr.splitlines()
     assert sum("http://127.0.0.1:1: " in line for line in said) == 1  # once, not at every scrape
     assert f"{flaky.url}: HTTP 503" in said
@@ -243,7 +244,17 @@ def test_an_endless_page_is_cut_off(monkeypatch: pytest.MonkeyPatch, engine: Eng
     monkeypatch.setattr("agent.record.MAX_BYTES", 10)
     row = scraper(engine.url, 5.0)(1.0)
     assert row is not None
-    assert (row["body"], row["error"]) == (None, "over 0 MiB")
+    assert (row["body"], row["error"]) == (None, f"the answer has {len(PAGE % 1) + 2} bytes; the limit is 10")
+
+
+def test_a_page_that_was_cut_off_is_no_page() -> None:
+    """The engine died in the middle of its answer: half a page, replayed, would be a restart with lost counters."""
+    with PageServer(PAGE.encode()) as server:
+        server.fault("truncate")
+        row = scraper(server.url + "/metrics", 5.0)(1.0)
+    assert row is not None
+    assert row["body"] is None
+    assert "incomplete read" in row["error"]
 
 
 def test_gpus_are_recorded_with_what_they_do_not_tell() -> None:
