@@ -388,7 +388,8 @@ def restart_rows(evidence: Evidence, restart: Restart) -> list[Row]:
     ok = took_s is not None and took_s <= restart.within_s and counts
     got = "never answered" if took_s is None else f"first completion after {took_s:.1f} s"
     got += f" ({split})" if split else ""
-    detail = {"took_s": took_s, "limit_s": restart.within_s, **{f"{name}_at": at for name, at in reached.items()}}
+    detail = {"took_s": took_s, "limit_s": restart.within_s, **{f"{name}_at": at for name, at in reached.items()},
+              **{f"{name}_s": None if at is None else at - start for name, at in reached.items()}}
     free = {True: Verdict.PASS, False: Verdict.FAIL, None: Verdict.SKIPPED}[restart.gpu_free]
     return [
         Row("restart", Verdict.PASS if ok else Verdict.FAIL, f"Ready and a completion within {restart.within_s:.0f} s",

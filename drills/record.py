@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,16 @@ def blank(run: str, definition: Mapping[str, Any], planned_at: float) -> dict[st
         "started_by": "unknown", "due_at": None, "planned_at": planned_at, "started_at": None, "ended_at": None,
         "state": State.PLANNED, "verdict": Verdict.ABORTED, "why": UNFINISHED, "plan": None, "guards": [],
         "timeline": [], "rows": [], "times": {}, "impact": {}, "spans": {}, "samples": [], "transitions": [],
-        "left": [],
+        "left": [], "tocsin": _version(),
     }
+
+
+def _version() -> str:
+    """Of Tocsin: a drill that went otherwise than the last one may have been judged otherwise."""
+    try:
+        return metadata.version("tocsin")
+    except metadata.PackageNotFoundError:  # it runs from a checkout
+        return "unknown"
 
 
 def store(folder: Path, told: Mapping[str, Any]) -> None:

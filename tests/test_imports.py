@@ -146,7 +146,7 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.faults.disk_full": Row("drills.model drills.proc", WORLD),
     "drills.watch": Row("agent.client drills.judge", WORLD),
     "drills.tell": Row("agent agent.client drills.model", "pathlib"),
-    "drills.record": Row("drills drills.judge drills.model drills.report", "msgspec pathlib"),
+    "drills.record": Row("drills drills.judge drills.model drills.report", "importlib msgspec pathlib"),
     "drills.history": Row("drills drills.ledger drills.model drills.record", WORLD),
     "drills.unit": Row("drills.model", "pathlib"),
     "drills.runner": Row(
