@@ -41,11 +41,3 @@ def reloading() -> bool:
 def stopping() -> bool:
     """Ending."""
     return notify("STOPPING=1")
-
-
-def watchdog_s(env: Mapping[str, str] = os.environ) -> float | None:
-    """Seconds between two feedings that systemd allows this process; None where it does not watch it."""
-    span, pid = env.get("WATCHDOG_USEC", ""), env.get("WATCHDOG_PID", "")
-    if not span.isdigit() or int(span) == 0 or (pid and pid != str(os.getpid())):
-        return None
-    return int(span) / 1e6

@@ -46,7 +46,7 @@ _ADD_TRANSITION = "INSERT INTO transitions VALUES(?,?,?,?,?,?,?,?,?,?)"
 _ADD_NOTICE = "INSERT INTO notices VALUES(?,?,'pending',?,?,?,?,?,?,NULL,?)"
 _END_NOTICE = "UPDATE notices SET state=?, done_at=?, last_error=? WHERE id=?"
 _RETRY_NOTICE = "UPDATE notices SET due_at=?, tries=?, last_error=? WHERE id=?"
-_SELECT_TRANSITIONS = "SELECT * FROM transitions WHERE id>?1 AND rule=ifnull(?2,rule) AND subject=ifnull(?3,subject)"
+_SELECT_TRANSITIONS = "SELECT * FROM transitions WHERE id>?1"
 # In the order in which they were told: after a clock that stepped back their times are not in order.
 _SELECT_FRAMES = (
     "SELECT track, at, layout, blob, res, rowid FROM frames NOT INDEXED WHERE res=? AND at>=? AND rowid>?"
@@ -162,25 +162,17 @@ class Store:
         with self._lock:
             return self._saved
 
-    def transitions(
-        self,
-        *,
-        since_id: int | None = None,
-        last: int = 100,
-        rule: str | None = None,
-        subject: str | None = None,
-    ) -> list[dict[str, Any]]:
+    def transitions(self, *, since_id: int | None = None, last: int = 100) -> list[dict[str, Any]]:
         """Past transitions, oldest first: the `last` ones, or up to `last` that follow `since_id`.
 
         Keys: id, at, kind, rule, subject, severity, value, limit, why, alert (as a dict).
         """
         first = -1 if since_id is None else since_id
-        order = " ORDER BY id DESC LIMIT ?4" if since_id is None else " ORDER BY id LIMIT ?4"
+        order = " ORDER BY id DESC LIMIT ?2" if since_id is None else " ORDER BY id LIMIT ?2"
         with self._lock:
-            rows = self._read(_SELECT_TRANSITIONS + order, (first, rule, subject, last))
+            rows = self._read(_SELECT_TRANSITIONS + order, (first, last))
             waiting = [args for sql, args in self._unsaved if sql == _ADD_TRANSITION and args[0] > first]
-        rows = sorted(rows) + [row for row in waiting if rule in (None, row[3]) and subject in (None, row[4])]
-        found = [dict(zip(_TRANSITION_KEYS, row, strict=True)) for row in rows]
+        found = [dict(zip(_TRANSITION_KEYS, row, strict=True)) for row in sorted(rows) + waiting]
         for entry in found:
             entry["alert"] = msgspec.json.decode(entry["alert"])
         return found[-last:] if since_id is None else found[:last]
@@ -191,10 +183,6 @@ class Store:
         """Everything not yet delivered to `channel`, oldest first."""
         with self._lock:
             return list(self._pending[channel].values())
-
-    def notices_due(self, channel: str, now: float, limit: int = 100) -> list[Notice]:
-        """As `owed`, but only what is due, at most `limit`."""
-        return [notice for notice in self.owed(channel) if notice.due_at <= now][:limit]
 
     def notice_delivered(self, notice_id: int, at: float) -> None:
         """The receiver has it."""

@@ -81,22 +81,20 @@ def test_only_what_changed_is_written(store: Store) -> None:
     assert store.load_book().alerts == changed
 
 
-def test_history_is_asked_by_rule_subject_and_place(store: Store) -> None:
+def test_history_is_asked_by_place(store: Store) -> None:
     """A reader that was away asks for what came after the last row it saw."""
     for n in range(6):
         alert = replace(HOT, subject="GPU-1" if n % 2 else "GPU-2")
         store.commit_tick(float(n), Book(), [Transition("pending", float(n), alert)])
     assert [row["at"] for row in store.transitions(last=2)] == [4.0, 5.0]
     assert [row["at"] for row in store.transitions(since_id=2, last=3)] == [2.0, 3.0, 4.0]
-    assert [row["at"] for row in store.transitions(subject="GPU-2")] == [0.0, 2.0, 4.0]
-    assert store.transitions(rule="queue-age") == []
 
 
 def test_a_notice_goes_through_its_states(store: Store) -> None:
     """The receiver was down, then took one notice and refused the other."""
     first, second = store.commit_tick(10.0, Book(), (), [("webhook", message("a")), ("webhook", message("b"))])
     store.notice_retry(first, at=11.0, due_at=15.0, error="503")
-    assert [n.id for n in store.notices_due("webhook", 12.0)] == [second]
+    assert [n.id for n in store.owed("webhook") if n.due_at <= 12.0] == [second]
     assert store.failing_since("webhook") == 11.0
     store.notice_retry(first, at=15.0, due_at=30.0, error="503")
     assert store.failing_since("webhook") == 11.0
@@ -258,7 +256,7 @@ def test_a_full_disk_does_not_silence_a_page(store: Store) -> None:
         store.commit_tick(1.0, Book({("a", "b"): big}), [Transition("firing", 1.0, big)], [("webhook", message())])
     assert "disk is full" in (store.problem or "")
     (owed,) = store.owed("webhook")
-    assert [row["kind"] for row in store.transitions(rule="gpu-temperature")] == ["firing"]
+    assert [row["kind"] for row in store.transitions()] == ["firing"]
     store.notice_delivered(owed.id, 2.0)
     assert store.owed("webhook") == []
     free(store)

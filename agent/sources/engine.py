@@ -32,7 +32,7 @@ class EngineSource:
         target: its name, the subject of what belongs to no single engine.
         url: its address without /metrics, as "http://127.0.0.1:8000".
         kind: "auto", or one of agent.engines.KINDS.
-        shape: `shape` as it was before a restart of ours, so that its engines' subjects stay; None at first sight.
+        shape: whether its engines' subjects carried an index before a restart of ours; None at first sight.
         connect_s, total_s: the deadlines of one read of /metrics.
         health_every_s, health_total_s: how often /health is asked while it is well, and how long it may take.
 
@@ -72,11 +72,6 @@ class EngineSource:
             limit_bytes=HEALTH_MAX_BYTES,
         )
         self._health = _Health(fetcher, health_every_s, stale_s=health_every_s + 2 * health_total_s)
-
-    @property
-    def shape(self) -> bool | None:
-        """Whether the engines' subjects carry an index; to be kept across a restart of ours."""
-        return self._pages.shape
 
     def read(self, now: float) -> Batch:
         """Read /metrics once, and look at what /health said last. Ends after 3 s at most, 4 where it is reset."""
