@@ -29,6 +29,7 @@ EARLIER_READ = 60  # runs of the same drill, of which so many are looked at
 EARLIER_SHOWN = 5
 DUE_S = 30 * DAY_S
 NEAR = 0.8  # of a limit: that it held was luck too
+TIMELINE_ROWS = 300  # an alert may flap for hours
 SHOWN_ROWS = 8  # of a list of findings
 MAX_REQUESTS_BYTES = 1 << 30
 FILES: Mapping[str, str] = {"md": "report.md", "json": "report.json", "html": "report.html",
@@ -281,6 +282,8 @@ def timeline(record: Map, window: tuple[float, float] | None, counted: plots.Cou
         rows.append((error.ended_at, "first user-visible error",
                      f"request {error.id}: {error.outcome}{f' {error.status}' if error.status else ''}"))
     rows.sort(key=lambda r: (r[0] is None, r[0] or 0.0))
+    if len(rows) > TIMELINE_ROWS:
+        rows[TIMELINE_ROWS:] = [(None, f"{len(rows) - TIMELINE_ROWS} more", "run.json holds them")]
     return [{"at": at, "offset_s": None if at is None or start is None else round(at - start, 3), "what": what,
              "evidence": evidence} for at, what, evidence in rows]
 

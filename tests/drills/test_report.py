@@ -472,6 +472,13 @@ def test_c102_timeline_is_sorted_on_instants(tmp_path: Path) -> None:
     assert "| recover | all as before | 59 min |" in forms["md"]
 
 
+def test_a_flapping_alert_does_not_make_a_book(tmp_path: Path) -> None:
+    """An alert that flapped all night: the page had 40,000 rows, and nobody saw the first."""
+    told = [{"id": i, "at": T + i, "state": "firing", "rule": RULE, "subject": "engine:a"} for i in range(1000)]
+    rows = report.view({"transitions": told}, tmp_path)["timeline"]
+    assert (len(rows), rows[0]["at"], rows[-1]["what"]) == (301, T, "700 more")
+
+
 @pytest.mark.parametrize(
     ("value", "want"),
     [(0.04, "0 s"), (59.96, "60 s"), (119.9, "119.9 s"), (120, "2 min"), (3661, "1 h 1 min 1 s"), (-3.26, "-3.3 s"),
