@@ -229,6 +229,7 @@ class Connection:
     connected: bool = False
     closed: bool = False
     head: bytearray | None = None  # mode status: what the client said while it is not yet clear who answers
+    complete: bool = False  # the last bytes of the server end an answer, in HTTP/1 with chunks
     answered: bool = False  # by ourselves: what the client still says is dropped
     up: Flow = field(default_factory=Flow)
     down: Flow = field(default_factory=Flow)
@@ -482,6 +483,7 @@ class Proxy:
         if not data:
             connection.down.ended = True
         else:
+            connection.complete = data.endswith(b"0\r\n\r\n")
             for piece in connection.shaper.answered(data, now):
                 if piece.release_at == math.inf and piece.since is not None:
                     self.tally.count("hung")
@@ -590,7 +592,7 @@ class Proxy:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def _pass_on(self, now: float) -> None:
-        """The fault is over: let go of what is held; close who is quiet after an answer."""
+        """The fault is over: let go of what is held; close who has had an answer and asks nothing."""
         for connection in list(self._connections):
             connection.shaper.shape = None
             for piece in connection.down.queue:
@@ -600,7 +602,8 @@ class Proxy:
                 self._guarded(connection, self._pass_head, connection)
             if connection.down.queue and not connection.down.blocked:
                 self._guarded(connection, self._pump, connection, connection.down)
-            if not connection.closed and connection.idle and now - connection.active_at > QUIET_S:
+            done = connection.complete or now - connection.active_at > QUIET_S
+            if not connection.closed and connection.idle and done:
                 self._close(connection, socket.socket.close)
 
     def _end(self) -> None:

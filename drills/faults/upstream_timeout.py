@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import re
 import select
 import shlex
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlsplit
@@ -25,6 +24,7 @@ from urllib.parse import urlsplit
 from drills import nft, proc, targets
 from drills.ledger import short_tag
 from drills.model import Command, Drill, Left, Plan, ProcessId, Refused
+from drills.old_connections import Old, Watch, end_of, parse_old
 from drills.proxy import MARK, TOLERANCE_S, Mode, Proxy, Shape, plain_address
 
 NAME = "upstream-timeout"
@@ -32,20 +32,8 @@ FIRST_PORT, PORTS = 20_000, 10_000  # of the proxy: below the ephemeral ports an
 ARMED_MORE_S = 60.0  # the redirect falls silent so long after the fault's time, if all else hangs
 DRAIN_S = 30.0
 MOST_OFF = 0.01  # of the answers may have been delayed otherwise than asked
-QUIET_S = 0.5
-# Two events within one tick of the kernel's clock cannot be told apart: such a connection must be quiet for longer.
-TICK_S, UNSURE_QUIET_S = 0.010, 2.0
 SS_WORDS = 40  # connections that one `ss -K` names
 NAT_PRIORITY = -150  # before Docker's and Kubernetes' own (-100), after conntrack (-200)
-
-
-@dataclass(frozen=True, slots=True)
-class Old:
-    """A connection to the target that does not run through the proxy."""
-
-    local: str  # as ss writes it
-    peer: str
-    idle: bool
 
 
 class UpstreamTimeout:
@@ -110,7 +98,7 @@ class UpstreamTimeout:
                 f"the proxy's own connections (mark {MARK:#x})",
             ],
             notes=notes(shape, own_port, remote),
-            needs=["CAP_NET_ADMIN", *(["CAP_SYS_ADMIN", "CAP_SYS_PTRACE"] if place.path else [])],
+            needs=["CAP_NET_ADMIN", "CAP_NET_RAW", *(["CAP_SYS_ADMIN", "CAP_SYS_PTRACE"] if place.path else [])],
             expects=["user-ttft-p99"],
             blast={"replicas": 1},
         )
@@ -122,18 +110,21 @@ class UpstreamTimeout:
             raise Refused(f"process {facts['main']['pid']} ended since the plan was made; plan the drill again")
         place = place_of(plan)
         proxy = Proxy(Shape(**facts["shape"]), int(facts["port"]))
+        watch = Watch(int(facts["port"]), at_server=not facts["remote"])
         try:
             with nft.entrance(place) as (_, descriptors):
                 netns = Path(f"/proc/self/fd/{descriptors[0]}") if descriptors else None
                 proxy.start(int(facts["proxy_port"]), netns)
+                watch.start(netns)
         except OSError as error:
             raise Refused(f"the proxy cannot listen on port {facts['proxy_port']}: {error}") from error
         try:
             table = Table(place, str(facts["table"]), str(facts["text"]), injector_fds)
         except BaseException:
+            watch.stop()
             proxy.close()
             raise
-        return Redirect(plan, proxy, table, injector_fds)
+        return Redirect(plan, proxy, table, watch, injector_fds)
 
     def proven(self, plan: Plan, samples: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
         """By the proxy's own log: answers were delayed, each as asked. Pure."""
@@ -263,7 +254,7 @@ def notes(shape: Shape, own_port: int, remote: Sequence[str]) -> list[str]:
         found.append("the engine sees this machine's address as peer of redirected connections, not the client's")
         found.append(f"a packet filter on INPUT must let redirected connections in: they arrive at port {own_port}")
     found.append("spared: GETs by this agent and by kube-probe over plain HTTP (over TLS they are late too)")
-    found.append("old connections: idle ones are ended (ss -K); busy ones are not covered until they are idle")
+    found.append("old connections: ended when idle or just answered (plain HTTP/1); others are not covered")
     if shape.mode == "turn":
         found.append("over HTTP/2 each message of the client during an answer begins a turn")
     if shape.mode == "status":
@@ -285,8 +276,10 @@ class Table(nft.Owner):
 class Redirect:
     """The fault while it is in."""
 
-    def __init__(self, plan: Plan, proxy: Proxy, table: Table, injector_fds: Sequence[int]) -> None:
-        self._facts, self._proxy, self._table = plan.facts, proxy, table
+    def __init__(
+        self, plan: Plan, proxy: Proxy, table: Table, watch: Watch, injector_fds: Sequence[int]
+    ) -> None:
+        self._facts, self._proxy, self._table, self._watch = plan.facts, proxy, table, watch
         self._place = table.place
         self._listeners = tuple(injector_fds)
         self._undone = False
@@ -297,14 +290,16 @@ class Redirect:
         if not self._proxy.alive:
             self._table.close()  # the redirect would lead nowhere
             raise nft.GoneError("the proxy ended: its redirect is gone")
-        left = self._end_old()
         state = self._table.state()
+        left = self._end_old() if state.armed else 0
+        if not state.armed:  # what begins now goes straight, and is nobody's to end
+            self._watch.stop()
         return {
             **self._proxy.tally.snapshot(),
             "open": self._proxy.open,
             "armed": state.armed,
             "redirected": state.packets.get("redirected", 0),
-            "old_ended": self._ended,
+            "old_ended": self._ended + self._watch.ended,
             "old_left": left,
         }
 
@@ -320,7 +315,9 @@ class Redirect:
                     f"( {words} ) and not fwmark = {MARK:#x}",
                 )  # fmt: skip
                 self._ended += len(killed.splitlines())
-            return len(self._old() if idle else old)
+            busy = self._old() if idle else old
+            self._watch.want(end_of(one.local if self._facts["remote"] else one.peer) for one in busy)
+            return len(busy)
         except (OSError, Refused):
             return None
 
@@ -336,6 +333,7 @@ class Redirect:
         if self._undone:
             return
         self._undone = True
+        self._watch.stop()
         with suppress(OSError):  # else the table is gone already
             self._table.disarm()
         limit_s = float(self._facts["drain_s"])
@@ -354,27 +352,6 @@ def _reader_gone(pipes: Sequence[int]) -> bool:
     for pipe in pipes:
         poller.register(pipe, 0)
     return any(event & select.POLLERR for _, event in poller.poll(0))
-
-
-def parse_old(text: str, ours: set[tuple[str, int]], *, at_server: bool) -> Iterator[Old]:
-    """Connections in `ss -tnOHi`, those through the proxy (known by the client's or our dial's end) left out.
-
-    Idle: nothing queued, quiet, and the server spoke last: it owes no answer.
-    """
-    for line in text.splitlines():
-        words = line.split()
-        if len(words) < 4 or {_end_of(words[2]), _end_of(words[3])} & ours:
-            continue
-        last_s = {key: int(ms) / 1000.0 for key, ms in re.findall(r"\blast(snd|rcv):(\d+)", line)}
-        asked_s, answered_s = (last_s.get(key, 0.0) for key in (("rcv", "snd") if at_server else ("snd", "rcv")))
-        quiet_s = QUIET_S if asked_s - answered_s > TICK_S else UNSURE_QUIET_S
-        idle = words[:2] == ["0", "0"] and asked_s >= answered_s - TICK_S and min(asked_s, answered_s) >= quiet_s
-        yield Old(words[2], words[3], idle)
-
-
-def _end_of(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    return plain_address(host), int(port)
 
 
 def place_of(plan: Plan) -> nft.Place:

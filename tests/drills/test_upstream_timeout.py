@@ -22,8 +22,9 @@ import pytest
 
 from drills import nft
 from drills.faults import upstream_timeout
-from drills.faults.upstream_timeout import FAULT, parse_old, shape_of
+from drills.faults.upstream_timeout import FAULT, shape_of
 from drills.model import Drill, Plan, Refused
+from drills.old_connections import parse_old
 from drills.proxy import enter_netns
 from tests.drills.netns import NEEDS, Lab, Netns, ask, lab, says
 from tests.needs import need
@@ -375,6 +376,41 @@ def test_idle_connections_of_before_meet_the_fault_too(scene: Scene, address: st
             assert streamed[0].body.endswith("token58token59")
             until(lambda: held.sample()["old_left"] == 0)
             assert held.sample()["old_ended"] == 2
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("side", "address"), [("engine", ENGINE), ("engine", ENGINE6), ("client", ENGINE)])
+def test_busy_connections_of_before_are_ended_between_two_answers(scene: Scene, side: str, address: str) -> None:
+    """A router under load never let its kept connections rest: not one answer was delayed, the drill proved nothing."""
+    where = {"netns": scene.client.path, "address": address} if side == "client" else {}
+    plan = scene.plan({"delay_s": 0.5}, **where)
+    answers: list[Answer] = []
+    errors: list[Exception] = []
+
+    def ask_on(sock: socket.socket, path: str) -> None:
+        with sock:
+            try:
+                while True:
+                    answers.append(get(sock, path))
+                    time.sleep(0.05)  # a router's next request is not there yet
+            except http.client.IncompleteRead as error:
+                errors.append(error)
+            except (OSError, http.client.HTTPException):
+                return  # between two answers
+
+    paths = ["/fast", "/stream?3", "/stream?9"]
+    clients = [threading.Thread(target=ask_on, args=(dial(scene.client, address), path)) for path in paths]
+    for client in clients:
+        client.start()
+    until(lambda: len(answers) >= 6)
+    with scene.fault(plan) as held:
+        until(lambda: (seen := held.sample())["old_left"] == 0 and seen["old_ended"] == 3)
+        for client in clients:
+            client.join()
+        assert late(get_new(scene.client, address), 0.5)
+
+    assert errors == []
+    assert {answer.status for answer in answers} == {200}
 
 
 @pytest.mark.heavy
