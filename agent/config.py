@@ -94,7 +94,11 @@ def full_url(text: str) -> str:
 def host_port(text: str) -> tuple[str, int]:
     """`127.0.0.1:9959` or `[::1]:9959` in its parts; port 0 lets the system choose. Raises Unfit."""
     match = re.fullmatch(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>[0-9]{1,5})", text)
-    if match is None or int(match["port"]) > 65535:
+    if match is not None and int(match["port"]) > 65535:
+        raise Unfit(f"{cut(text)!r} has a port over 65535", "write 127.0.0.1:9959")
+    if match is None and re.fullmatch(r"[0-9]{1,5}", text):
+        raise Unfit(f"{text!r} names no host", f"write 127.0.0.1:{text if int(text) <= 65535 else 9959}")
+    if match is None:
         raise Unfit(f"{cut(text)!r} is not host:port", "write 127.0.0.1:9959, 0.0.0.0:9959 or [::1]:9959")
     return match["six"] or match["host"], int(match["port"])
 
@@ -601,7 +605,7 @@ class Config(_Form, frozen=True):
 
     node: Name | None = None  # load_config never leaves it None
     state_dir: AbsolutePath = Path("/var/lib/tocsin")
-    listen: Annotated[str, Parse(_listen, text=True)] = "127.0.0.1:9959"
+    listen: Annotated[str, Parse(_listen)] = "127.0.0.1:9959"
     external_url: BaseUrl | None = None
     socket: Annotated[Path, Parse(_socket_path, text=True)] = Path("/run/tocsin/tocsin.sock")
     poll: Annotated[float, within(duration_s, "1s", "60s")] = 5.0  # s

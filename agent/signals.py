@@ -322,7 +322,8 @@ def judge_slow(ask: Ask, name: str, *, undecided: bool) -> Signal:
     n = buckets[-1][1] if buckets else 0.0
     needed = ask.rule.min_count or 1
     if n < needed:
-        return ask.idle(f"{n:.0f} of at least {needed} in the last {window_s / 60:.0f} min")
+        last = f"{window_s / 60:.0f} min" if window_s >= 120 else f"{window_s:.0f} s"
+        return ask.idle(f"{n:.0f} of at least {needed} in the last {last}")
     few = too_few_requests(ask, window_s)
     if few:
         return few

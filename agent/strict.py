@@ -137,7 +137,9 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     import difflib  # only a faulty file pays for it
 
     plain = {name.lower().replace("-", "_"): name for name in known}
-    found = difflib.get_close_matches(word.lower().replace("-", "_"), plain, 1, 0.6)
+    meant = word.lower().replace("-", "_")
+    begun = [name for name in plain if len(meant) > 2 and name.startswith(meant)]  # half a name is nearer than another
+    found = begun if len(begun) == 1 else difflib.get_close_matches(meant, plain, 1, 0.6)
     return plain[found[0]] if found else None
 
 

@@ -507,8 +507,8 @@ def burn_pair(value: Any, slo: Slo) -> dict[str, float]:
     if not isinstance(value, Mapping) or set(value) != {"budget", "long", "short"}:
         raise Unfit("a pair has budget, long and short, and no other keys", "write {budget: 2%, long: 1h, short: 5m}")
     budget, long_s, short_s = _ratio(value["budget"]), _duration(value["long"]), _duration(value["short"])
-    if not 0 < short_s < long_s <= slo.window:
-        raise Unfit("a pair's windows must rise: 0 < short < long ≤ slo.window", "write {…, long: 1h, short: 5m}")
+    if not 0 < short_s < long_s:  # one that is longer than slo.window has a factor under 1, and is dropped
+        raise Unfit("a pair's windows must rise: 0 < short < long", "write {…, long: 1h, short: 5m}")
     if budget <= 0:
         raise Unfit("a budget of 0 fires always", "write the share that may be spent, as 2%")
     return {"budget": budget, "long": long_s, "short": short_s, "factor": burn_factor(budget, slo.window, long_s)}

@@ -26,7 +26,19 @@ from agent.config import (
     with_slo,
 )
 from agent.model import Slo
-from agent.strict import Decoded, Duration, Share, Unfit, cut, decode, duration_s, rate_per_s, share, size_bytes
+from agent.strict import (
+    Decoded,
+    Duration,
+    Share,
+    Unfit,
+    cut,
+    decode,
+    did_you_mean,
+    duration_s,
+    rate_per_s,
+    share,
+    size_bytes,
+)
 
 DATA = Path(__file__).parent / "data" / "config"
 
@@ -405,6 +417,25 @@ def test_the_node_is_named_by_file_then_environment_then_host(tmp_path: Path) ->
     assert loaded("node: a\n", tmp_path, NODE_NAME="b").node == "a"
     assert loaded("", tmp_path, NODE_NAME="b").node == "b"
     assert loaded("", tmp_path).node == socket.gethostname()
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("listen: 99999\n", "1: listen: '99999' names no host; write 127.0.0.1:9959"),
+    ("listen: 8080\n", "1: listen: '8080' names no host; write 127.0.0.1:8080"),
+    ('listen: "0.0.0.0:99999"\n', "1: listen: '0.0.0.0:99999' has a port over 65535; write 127.0.0.1:9959"),
+])
+def test_an_address_to_listen_on_has_a_host_and_a_port_that_exists(tmp_path: Path, text: str, said: str) -> None:
+    """"Quote it" was no advice: 99999 is no port, however it is quoted."""
+    assert faults_of(text, tmp_path) == [said]
+
+
+def test_half_a_name_is_nearer_than_another() -> None:
+    """People remember how a rule's name begins; where two begin so, the list is the better answer."""
+    rules = ("kv-cache-utilization", "queue-age", "gpu-memory", "gpu-memory-low", "gpu-count")
+
+    assert did_you_mean("kv-cache", rules) == "did you mean kv-cache-utilization?"
+    assert did_you_mean("queue-aeg", rules) == "did you mean queue-age?"
+    assert did_you_mean("gpu", rules).startswith("known: ")
 
 
 def test_two_channels_of_a_kind_have_two_names(tmp_path: Path) -> None:

@@ -339,6 +339,8 @@ def test_thirty_minutes_of_which_half_is_not_watched_do_not_stand_in() -> None:
     windows = serve(0, 600, lambda at: hist("ttft", {"0.5": 0.0, "+Inf": float(int(at / 6))}, at))
     got = at_end(windows, "ttft-p99", 600)
     assert (got.state, got.why) == ("idle", "50 of at least 100 in the last 5 min")
+    short = at_end(windows, "ttft-p99", 600, clip_windows_to_s=6.0)
+    assert (short.state, short.why) == ("idle", "2 of at least 100 in the last 6 s")
 
 
 def test_gaps_between_tokens_of_a_handful_of_requests_say_nothing() -> None:
