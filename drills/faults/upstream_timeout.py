@@ -135,7 +135,7 @@ class UpstreamTimeout:
         if not log["armed"]:
             return False, "the kernel's deadline has ended it"
         uncovered = log["old_left"]
-        tail = f"; {log['old_ended']} idle connections of before were ended"
+        tail = f"; {log['old_ended']} connections of before were ended"
         if uncovered is None or uncovered:
             tail += f"; old connections not covered: {'unknown' if uncovered is None else uncovered}"
         if shape.mode in {"hang", "status"}:
