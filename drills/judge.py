@@ -236,10 +236,10 @@ def goodput_row(evidence: Evidence) -> Row | None:
                    after=share(after), detail={"took_s": None})
     during, back_at = goodput(evidence.requests, (start, end), load.rate_per_s), shifted_at(evidence)
     took_s = None if back_at is None else back_at - evidence.fault[0]
-    back = "never back for good" if took_s is None else f"back after {took_s:.0f} s"
+    back = "never back for good" if took_s is None else f"back after {took_s:.0f} s" if took_s else "never gone"
     ok = during is not None and during >= holds.goodput and took_s is not None and took_s <= holds.goodput_within_s
     verdict = Verdict.PASS if ok else Verdict.FAIL if kept_its_rate(evidence) else Verdict.INCONCLUSIVE
-    detail = {"took_s": took_s, "limit_s": holds.goodput_within_s, "shifted_at": back_at}
+    detail = {"took_s": took_s, "limit_s": holds.goodput_within_s, "shifted_at": back_at if took_s else None}
     return Row("goodput", verdict, asked, f"{share(during)} from then on, {back}", share(before), share(during),
                share(after), detail)
 
@@ -489,7 +489,7 @@ def rows_of_alarm(evidence: Evidence, alarm: Alarm) -> list[Row]:
             detail=detail),
         delivered_row(evidence, alarm),
         Row(f"{name}.resolved", Verdict.PASS if ok else Verdict.FAIL, f"within {within_s:.0f} s of the fault's end",
-            "still firing" if resolved_s is None else f"after {resolved_s:.1f} s",
+            "still firing" if resolved_s is None else f"after {resolved_s:.1f} s" if resolved_s else "before it ended",
             detail={"took_s": resolved_s, "limit_s": within_s, "resolved_at": alarm.resolved_at}),
     ]
 
