@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev test run lint types heavy bench clean
+.PHONY: help setup setup-dev test run lint types heavy torture bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -38,6 +38,10 @@ types: setup-dev  ## mypy --strict
 
 heavy: setup-dev  ## the heavier tests: minutes, root, a real Prometheus and Alertmanager
 	$(BIN)/python -m pytest -m heavy
+
+RUNS ?= 60
+torture: setup-dev  ## kill drills at random instants and look what is left (RUNS=1000; needs root and nftables)
+	$(BIN)/python -m tests.torture --runs $(RUNS)
 
 bench: setup-dev  ## what bench/ measures, one after the other
 	@for script in $(filter-out __init__,$(basename $(notdir $(wildcard bench/*.py)))); do \

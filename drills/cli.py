@@ -225,16 +225,11 @@ def heal(
     release: Annotated[bool, typer.Option("--release", help="Let the lock go although something is left.")] = False,
 ) -> None:
     """Undo whatever any ledger or tag says, offline; a live run is ended first. Exit 0 clean, 7 not."""
-    from drills import daemon, history, lock, tell
-    from drills import heal as healing
+    from drills import daemon, lock
 
     _, settings_, _ = settings(context, config)
     root = daemon.root_of(settings_)
-    left = healing.heal(root / "runs", finish=history.finish_killed)
-    for row in history.runs(root):
-        still = history.left_of(root / "runs" / row["run"])
-        if still is not None:
-            tell.orphaned(settings_.socket, row["run"], still)
+    left = daemon.heal_all(settings_)
     released = lock.release(root) if release else []
     if as_json:
         show_json({"left": left, "released": released})

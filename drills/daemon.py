@@ -60,6 +60,24 @@ def unblock() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
+def heal_all(config: Config) -> list[Left]:
+    """Undo whatever any ledger says; then tell the agent what is left, and that these runs announce nothing more."""
+    root, healed = root_of(config) / "runs", list[str]()
+
+    def finish(folder: Path, entries: Sequence[ledger.Entry], left: Sequence[Left]) -> None:
+        healed.append(folder.name)
+        history.finish_killed(folder, entries, left)
+
+    left = heal.heal(root, finish=finish)
+    for run in healed:  # not before all is undone: an agent that hangs would be waited for
+        tell.end_announcement(config.socket, run)
+    for folder in ledger.run_folders(root):
+        still = history.left_of(folder)
+        if still is not None:
+            tell.orphaned(config.socket, folder.name, still)
+    return left
+
+
 class Daemon:
     """The drills of one node. At most one run at a time; `runs` is the one under way."""
 
@@ -122,13 +140,8 @@ class Daemon:
             return self._run
 
     def heal(self) -> list[Left]:
-        """Undo whatever any ledger says, and tell the agent what is left."""
-        left = heal.heal(self.root / "runs", finish=history.finish_killed)
-        for folder in ledger.run_folders(self.root / "runs"):
-            still = history.left_of(folder)
-            if still is not None:
-                tell.orphaned(self.config.socket, folder.name, still)
-        return left
+        """Undo whatever any ledger says, and tell the agent."""
+        return heal_all(self.config)
 
     # --- the schedule -----------------------------------------------------------------------------------------------
 
