@@ -140,8 +140,9 @@ class Daemon:
             return self._run
 
     def heal(self) -> list[Left]:
-        """Undo whatever any ledger says, and tell the agent."""
-        return heal_all(self.config)
+        """Undo whatever any ledger says, and tell the agent. No run begins meanwhile: it would be ended too."""
+        with self._lock:
+            return heal_all(self.config)
 
     # --- the schedule -----------------------------------------------------------------------------------------------
 
