@@ -28,7 +28,7 @@ from agent.strict import ConfigErrors
 from drills import guards, holder, ledger, lock, prober, proc, tell, watch
 from drills.config import FEWEST_REQUESTS, drills_of
 from drills.faults.table import FAULTS
-from drills.judge import BACK_WITHIN_S, Alarm, Delivery, Evidence, Restart, judge
+from drills.judge import BACK_WITHIN_S, SLOW_FAULTS, Alarm, Delivery, Evidence, Restart, judge
 from drills.model import Drill, Fault, Left, Plan, Refused, State, Verdict
 from drills.record import Record
 from drills.targets import reserved_ports
@@ -38,6 +38,7 @@ PROVE_WITHIN_S = 15.0
 REVERT_WITHIN_S = 10.0
 HOLDER_GRACE_S = 5.0  # the holder's own timer ends it so long after the fault's time
 STALE_S = 30.0
+RESTART_WITHIN_S = 600.0  # where the drill does not say
 SETTLED_S = 100.0  # at least so long is looked at what came back, where `recovery` leaves it
 
 EXIT: Mapping[Verdict, int] = {
@@ -50,9 +51,6 @@ COUNTERPARTS = frozenset({
     "user-ttft-p99", "user-itl-p99", "user-error-rate",
 })
 
-
-# They may page, and need not: TCP hides what is lost from some and not from others.
-MAY_PAGE = frozenset({"packet-loss"})
 
 
 class Ended(Exception):  # noqa: N818  (it says how)
@@ -88,6 +86,7 @@ class Run:
         self.plan: Plan | None = None
         self.spans: dict[str, list[float]] = {}
         self.failed_before: float | None = None
+        self.group_wait_s = 0.0
         self.left: list[Left] = []
         self.samples: list[Mapping[str, Any]] = []
         self.ended: Ended | None = None
@@ -134,6 +133,7 @@ class Run:
         except (client.NotRunning, client.AgentError) as error:
             raise Refused(str(error)) from None
         self.failed_before = watch.failed_notifications(guards.alertmanagers(self.config))
+        self.group_wait_s = watch.group_wait_s(guards.alertmanagers(self.config))
 
     def refuse(self, why: str) -> Verdict:
         """SKIPPED, or DEFERRED where it was due and is tried again, with reasons and a report; nothing was touched."""
@@ -167,8 +167,9 @@ class Run:
         """Load at the user's address before anything is touched."""
         self.enter(State.BASELINE)
         if self.drill.load is not None:
-            degraded = (self.drill.holds.degraded or {}).get("by", {})
-            self.prober = prober.start(self.drill.load, self.folder, [name for name in degraded if name != "model"])
+            header = (self.drill.holds.degraded or {}).get("by", {}).get("header", "")
+            headers = [str(header).partition(":")[0].strip()] if header else []
+            self.prober = prober.start(self.drill.load, self.folder, headers)
         self.pass_time("baseline", self.drill.baseline_s)
 
     def arm(self) -> None:
@@ -177,7 +178,7 @@ class Run:
         self.enter(State.ARMED, plan=msgspec.to_builtins(self.plan))
         until = self.clock() + self.drill.for_s + self.drill.resolve_within_s
         tell.announce(self.config.socket, self.run, self.drill, self.announced, until)
-        self.holder = holder.start(self.folder, self.drill.for_s + PROVE_WITHIN_S + HOLDER_GRACE_S)
+        self.holder = holder.start(self.folder, self.drill.for_s + PROVE_WITHIN_S + HOLDER_GRACE_S + self.drain_s)
         self.ledger.note(holder=msgspec.to_builtins(self.holder.process_id))
         self.holder.wait_up(PROVE_WITHIN_S)
         if self.plan.restarts and self.drill.target.get("url"):
@@ -212,7 +213,7 @@ class Run:
             return
         self.enter_quietly(State.REVERTING)
         self.samples = list(self.holder.samples)
-        self.left = self.holder.revert(REVERT_WITHIN_S)
+        self.left = self.holder.revert(REVERT_WITHIN_S + self.drain_s)
         if "fault" in self.spans:
             self.spans["fault"][1] = self.clock()
             self.record.moment("fault removed", "; ".join(x.what for x in self.left) or "nothing of ours is left")
@@ -220,6 +221,11 @@ class Run:
         if self.left:
             self.record.orphaned(self.left)
             tell.orphaned(self.config.socket, self.run, self.left)
+
+    @property
+    def drain_s(self) -> float:
+        """How long a fault that is out may still serve what it let in."""
+        return float(self.plan.facts.get("drain_s", 0.0)) if self.plan is not None else 0.0
 
     def enter_quietly(self, state: State, **data: Any) -> None:
         """As `enter`, on a disk that may be full: undoing never needs a successful write."""
@@ -229,9 +235,12 @@ class Run:
             self.record.moment(f"{state} could not be written down", type(error).__name__)
 
     def recover(self) -> None:
-        """Watch until all is as before, at most `recovery`."""
+        """Watch until all is as before: `recovery`, and on for what is not back yet and has time until later."""
+        longest_s = max(self.drill.recovery_s, self.drill.resolve_within_s)
+        if self.way_back is not None:
+            longest_s = max(longest_s, self.restart_within_s)
         try:
-            self.pass_time("recovery", self.drill.recovery_s, done=self.is_recovered)
+            self.pass_time("recovery", longest_s, done=self.is_recovered)
         except Ended as ended:
             self.ended = ended if self.ended is None else self.ended
         self.enter_quietly(State.RECOVERED)
@@ -239,20 +248,15 @@ class Run:
     def is_recovered(self) -> bool:
         """The announced alerts are resolved, the target answers, and there was time enough to judge by."""
         back = self.way_back is None or self.way_back.completion_at is not None
-        settled = self.clock() - self.spans["fault"][1] >= self.settled_s
+        settled = self.clock() - self.spans["fault"][1] >= min(self.settled_s, self.drill.recovery_s)
         return back and settled and all(a.firing_at is None or a.resolved_at is not None for a in self.alarms())
 
     @property
     def settled_s(self) -> float:
         """How long to watch what came back: where it is judged only from some time on, for long enough after that."""
-        if self.judges_latency_during or self.drill.load is None:
+        if self.drill.fault not in SLOW_FAULTS or self.drill.load is None:
             return SETTLED_S
         return BACK_WITHIN_S + FEWEST_REQUESTS / self.drill.load.rate_per_s
-
-    @property
-    def judges_latency_during(self) -> bool:
-        """Whether latency is judged while the fault lasts, or only from some time after it."""
-        return self.drill.fault not in MAY_PAGE
 
     # --- time passes ------------------------------------------------------------------------------------------------
 
@@ -324,8 +328,7 @@ class Run:
             rule = self.rules.get(rule_id)
             echoed = watch.echoed_at(echo, rule_id, since, self.is_own) if echo is not None else None
             found.append(watch.alarm_of(None if rule is None else {"for_s": rule.for_s}, rule_id, rows, since, echoed))
-        may = self.drill.fault in MAY_PAGE and not self.drill.expects
-        return [alarm for alarm in found if alarm.firing_at is not None or not may]
+        return found
 
     def evidence(self, proven: bool, proof: str) -> Evidence:
         """All that the run brought."""
@@ -340,11 +343,11 @@ class Run:
             recovery=self.span("recovery"), slo_ttft_p99_s=self.config.slo.ttft_p99,
             slo_itl_p99_s=self.config.slo.itl_p99, proven=proven, proof=proof, requests=requests,
             sent_ratio=sent_ratio, late_p99_s=late_s, alarms=self.alarms(),
-            delivery=Delivery(bool(self.drill.echo), 1.0, failures), restart=self.restart(),
+            delivery=Delivery(bool(self.drill.echo), self.group_wait_s, failures), restart=self.restart(),
             ended_early=str(ended) if ended is not None and ended.early else None,
             aborted=str(ended) if ended is not None and not ended.early else None,
             left=[one.what for one in self.left], stale=silent,
-            judge_latency_during=self.judges_latency_during)
+            slo_availability=self.config.slo.availability, slo_window_s=self.config.slo.window)
 
     def span(self, phase: str) -> tuple[float, float]:
         """From when to when a phase lasted; an empty one where it was not reached."""
@@ -352,14 +355,18 @@ class Run:
         start, end = self.spans.get(phase) or (now, now)
         return start, end
 
+    @property
+    def restart_within_s(self) -> float:
+        """How long a killed target may take to answer again."""
+        return self.drill.holds.restart_within_s or RESTART_WITHIN_S
+
     def restart(self) -> Restart | None:
         """The target's way back, and what of it lived on."""
         if self.way_back is None or self.plan is None:
             return None
         way = self.way_back
         orphans = [f"pid {pid}" for pid in (self.samples[-1].get("outlive", ()) if self.samples else ())]
-        within_s = self.drill.holds.restart_within_s or 600.0
-        return Restart(within_s, way.down_at, way.port_at, way.ready_at, way.completion_at, orphans)
+        return Restart(self.restart_within_s, way.down_at, way.port_at, way.ready_at, way.completion_at, orphans)
 
     def conclude(self, proven: bool, proof: str) -> Verdict:
         """Judge, write the report, say it."""

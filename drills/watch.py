@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import requests
+import yaml
 
 from agent import client
 from drills.judge import Alarm
@@ -20,6 +22,8 @@ from drills.judge import Alarm
 EVERY_S = 0.25  # a page ends the fault within 2 s, and the fault needs some of them to end
 ANSWER_S = 2.0
 COMPLETION_S = 30.0
+GROUP_WAIT_S = 30.0  # Alertmanager's default
+UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 PROMPT = "hello world, count from one to eight please"  # at least 8 tokens: fewer have killed an engine
 
 
@@ -170,6 +174,33 @@ def _failed_of(url: str) -> float | None:
         return None
     lines = [x for x in page.splitlines() if x.startswith("alertmanager_notification_requests_failed_total")]
     return sum(float(x.rpartition(" ")[2]) for x in lines) if lines else None
+
+
+def group_wait_s(urls: Sequence[str]) -> float:
+    """How long an alert may wait for others of its group: the longest of any route of these Alertmanagers.
+
+    0 where there is none of them; Alertmanager's own default where one does not tell.
+    """
+    return max((_group_wait_of(url) for url in urls), default=0.0)
+
+
+def _group_wait_of(url: str) -> float:
+    try:
+        told = requests.get(f"{url}/api/v2/status", timeout=ANSWER_S).json()["config"]["original"]
+        waits = list(_group_waits(yaml.safe_load(told)["route"], GROUP_WAIT_S))
+    except (requests.RequestException, yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError):
+        return GROUP_WAIT_S
+    return max(waits)
+
+
+def _group_waits(route: Mapping[str, Any], above_s: float) -> Iterator[float]:
+    """Of a route and those below it, each as it was said there or above."""
+    told = route.get("group_wait")
+    parts = re.findall(r"(\d+)(ms|[smhdw])", str(told))
+    own_s = above_s if told is None else sum(int(number) * UNITS_S[unit] for number, unit in parts)
+    yield own_s
+    for below in route.get("routes") or ():
+        yield from _group_waits(below, own_s)
 
 
 def echoed_at(url: str, rule_id: str, since: float, is_own: Callable[[str], bool]) -> float | None:

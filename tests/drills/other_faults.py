@@ -1,6 +1,7 @@
 """The command line and the holder with a fault table of the tests' own: `python -m tests.drills.other_faults WHICH …`.
 
-`idle`: a process-kill that kills nobody and says that it did. `wide`: one that would take both replicas away.
+`idle`: a process-kill that kills nobody and says that it did. `wide`: one that would take both replicas away. `leaky`:
+a packet-loss whose rehearsal goes wrong.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from drills import holder
+from drills import guards, holder
 from drills.faults.process_kill import ProcessKill
 from drills.faults.table import FAULTS
-from drills.model import Drill, Plan
+from drills.model import Drill, Plan, Refused
 
 
 class Idle(ProcessKill):
@@ -44,10 +45,18 @@ class Wide(ProcessKill):
         return replace(super().plan(drill, run), blast={"replicas": 2, "of": 2})
 
 
+def leak(plan: Plan) -> None:
+    """In the scratch namespace."""
+    raise Refused("the rehearsal lost packets of another port")
+
+
 def main(which: str, words: Sequence[str]) -> None:
     """Be a holder, or the command line."""
-    own = {"idle": Idle, "wide": Wide}[which]()
-    FAULTS[own.name] = own
+    if which == "leaky":
+        guards.REHEARSALS = {"packet-loss": leak}
+    else:
+        own = {"idle": Idle, "wide": Wide}[which]()
+        FAULTS[own.name] = own
     if words[0] == "hold":
         sys.exit(holder.main(words[1:]))
     command = (sys.executable, "-m", "tests.drills.other_faults", which, "hold")

@@ -5,23 +5,27 @@ Each test judges one scenario; those that were selected run four at a time, each
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drills import ledger
+from drills import guards, ledger, lock
 from tests.drills import stand_ins
-from tests.drills.world import ALERTMANAGER_PORT, HOOK, NEEDS, NO_FAIL_OVER, Ran, World, load, world
+from tests.drills.world import ALERTMANAGER_PORT, HOOK, NEEDS, NO_FAIL_OVER, Ran, World, inside, load, world
 from tests.needs import need
+from tests.receiver import wait_until
 
 pytestmark = pytest.mark.heavy
 
@@ -31,7 +35,7 @@ A_IN_SERVICE = A | {"address": "10.77.1.2"}
 QUICK = {"for": "0s", "keep": "1s", "window": "10s", "min_count": 20, "min_bad": 3}
 KILL: dict[str, Any] = {
     "name": "kill", "fault": "process-kill", "target": A, "load": load(), "baseline": "4s", "for": "33s",
-    "recovery": "8s", "holds": {"goodput": "95% in 5s", "restart_within": "30s"}, "echo": HOOK,
+    "recovery": "8s", "resolve_within": "40s", "holds": {"goodput": "95% in 5s", "restart_within": "30s"}, "echo": HOOK,
 }  # fmt: skip
 HANG = KILL | {"name": "hang", "fault": "engine-hang"}
 ENGINE_DOWN = {"engine-down": {"keep": "1s"}}
@@ -144,7 +148,7 @@ def another_page(folder: Path) -> Story:
         (made.folder / "preempted").write_text("1000")
 
     drill = HANG | {"target": A | {"part": "core"}, "for": "38s"}
-    config = rules(engine_stuck={"params": {"flat": "5s", "queue": "60s"}})
+    config = rules(engine_stuck={"params": {"flat": "5s", "queue": "60s"}}, preemption_storm={"window": "10s"})
     with world(folder, drills=[drill], config=config, read_timeout="2s") as made:
         return hang(made, thrash)
 
@@ -163,7 +167,7 @@ def lossy(share: str, **more: Any) -> dict[str, Any]:
 def lose(folder: Path, drill: Mapping[str, Any]) -> Story:
     """Run it, with the rulesets and the processes around it."""
     config = rules(user_ttft_p99=QUICK, user_itl_p99=QUICK | {"min_count": 60})
-    with world(folder, drills=[drill], config=config) as made:
+    with world(folder, drills=[drill], config=config, max_fails=0) as made:  # so that enough packets are seen
         before, living = made.rulesets(), made.processes()
         planned = made.tocsin("drill", "plan", "loss")
         seen = {"planned": planned, "unplanned": (made.rulesets(), made.processes()) == (before, living)}
@@ -173,12 +177,13 @@ def lose(folder: Path, drill: Mapping[str, Any]) -> Story:
 
 def loses_10(folder: Path) -> Story:
     """10 %, and judged to the end: p99 is back in the SLO 2 m after the fault."""
-    return lose(folder, lossy("10%", load=load(30), recovery="200s"))
+    return lose(folder, lossy("10%", load=load(30, max_tokens=8), recovery="200s"))
 
 
 def loses_30(folder: Path) -> Story:
     """30 %, and only what is judged while it lasts."""
-    return lose(folder, lossy("30%", holds={"goodput": "90% in 5s", "ttft_p99": None, "itl_p99": None}))
+    holds = {"goodput": "90% in 5s", "ttft_p99": None, "itl_p99": None}
+    return lose(folder, lossy("30%", load=load(30, max_tokens=8, deadline="30s"), holds=holds))
 
 
 def slow_upstream(folder: Path) -> Story:
@@ -224,35 +229,115 @@ def full_disk(folder: Path) -> Story:
 
 
 def guarded(folder: Path) -> Story:
-    """Each guard says no once."""
+    """Each guard says no once; what would hinder all is mended before the next."""
+    hour = time.gmtime().tm_hour
     closed = {"cron": "0 3 * * *", "window": "02:00-04:00", "zone": "UTC"}
-    if 1 <= time.gmtime().tm_hour <= 4:
+    if hour in (1, 2, 3):  # whenever this runs
         closed = {"cron": "0 15 * * *", "window": "14:00-16:00", "zone": "UTC"}
     drills = [
         KILL,
         KILL | {"name": "disabled", "enabled": False},
         KILL | {"name": "dry", "dry_run": True},
         KILL | {"name": "closed", "schedule": closed},
-        KILL | {"name": "alert-path", "target": {"port": ALERTMANAGER_PORT, "netns": "@a"}},
+        lossy("10%"),
+        lossy("10%", name="alert-path", target={"port": ALERTMANAGER_PORT, "netns": "@a"}),
     ]
-    story = Story()
-    with world(folder, drills=drills) as made:
-        engine = made.engines["a"].process.pid
+    config = rules(user_ttft_p99=QUICK, user_itl_p99=QUICK, preemption_storm={"window": "10s"})
+    (folder / "agent/state").mkdir(parents=True)
+    with stand_ins.tmpfs(folder / "agent/state/drills", "10m"), world(folder, drills=drills, config=config) as made:
+        before, story = made.rulesets(), Story()
 
         def refused(name: str, drill: str, **more: Any) -> None:
-            story.seen[name] = made.drill(drill, **more)
+            ran = made.drill(drill, **more)
+            states = [entry.state for entry in ledger.read(ran.folder) if entry.state]
+            story.seen[name] = (ran, states, (ran.folder / "report.md").read_text())
 
-        refused("enabled", "disabled")
-        refused("not a dry run", "dry")
-        refused("window", "closed")
-        refused("error budget", "kill", accept=False)
-        refused("blast radius", "kill", main=("tests.drills.other_faults", "wide"))
-        lever = folder / "NO-DRILLS"
-        lever.write_text("the board is here\n")
-        refused("lever file", "kill")
-        lever.unlink()
-        story.seen["untouched"] = made.engines["a"].process.pid == engine
+        for name, drill, more in (
+            ("enabled", "disabled", {}), ("not a dry run", "dry", {}), ("window", "closed", {}),
+            ("error budget", "kill", {"accept": False}), ("the alert path", "alert-path", {}),
+            ("blast radius", "kill", {"main": ("tests.drills.other_faults", "wide")}),
+            ("rehearsal", "loss", {"main": ("tests.drills.other_faults", "leaky")}),
+        ):  # fmt: skip
+            refused(name, drill, **more)
+        for name, hinder in HINDRANCES.items():
+            with hinder(made):
+                refused(name, "kill")
+        story.ran += [told[0] for told in story.seen.values()]
+        assert (made.rulesets(), made.engines["a"].restarts) == (before, 0)
     return story
+
+
+@contextmanager
+def lever(made: World) -> Iterator[None]:
+    """The file that forbids drills."""
+    (made.folder / "NO-DRILLS").write_text("the board is here\n")
+    yield
+    (made.folder / "NO-DRILLS").unlink()
+
+
+@contextmanager
+def another_run(made: World) -> Iterator[None]:
+    """Another drill runs."""
+    held = lock.take(made.runs.parent, "another")
+    yield
+    held.release()
+
+
+@contextmanager
+def no_room(made: World) -> Iterator[None]:
+    """The disk of the ledger is full."""
+    size = os.statvfs(made.runs)
+    (made.runs.parent / "filler").write_bytes(bytes(size.f_bavail * size.f_frsize - (600 << 10)))
+    yield
+    (made.runs.parent / "filler").unlink()
+
+
+@contextmanager
+def page_elsewhere(made: World) -> Iterator[None]:
+    """Another node's page."""
+    alert = {"labels": {"alertname": "Fire", "severity": "page"}, "startsAt": "2026-01-01T00:00:00Z"}
+
+    def post(ends: str) -> None:
+        body = json.dumps([alert | {"endsAt": ends}]).encode()
+        asked = urllib.request.Request(f"http://127.0.0.1:{ALERTMANAGER_PORT}/api/v2/alerts", body,
+                                       {"Content-Type": "application/json"})  # fmt: skip
+        with urllib.request.urlopen(asked, timeout=5.0) as answer:
+            assert answer.status == 200
+
+    inside(made.client, lambda: post("2099-01-01T00:00:00Z"))
+    yield
+    inside(made.client, lambda: post("2026-01-02T00:00:00Z"))
+
+
+@contextmanager
+def agent_hangs(made: World) -> Iterator[None]:
+    """The agent is stopped."""
+    assert made.agent is not None
+    os.kill(made.agent.pid(), signal.SIGSTOP)
+    yield
+    os.kill(made.agent.pid(), signal.SIGCONT)
+
+
+@contextmanager
+def other_engine_down(made: World) -> Iterator[None]:
+    """Engine b is away just now, for 5 s."""
+    made.engines["b"].process.kill()
+    yield
+
+
+@contextmanager
+def page_here(made: World) -> Iterator[None]:
+    """Both engines thrash."""
+    (made.folder / "preempted").write_text("1000")
+    wait_until(lambda: any(row["rule"] == "preemption-storm" for row in made.alerts()), 15.0)
+    yield
+
+
+# name of the guard -> what makes it say no
+HINDRANCES: Mapping[str, Callable[[World], AbstractContextManager[None]]] = {
+    "lever file": lever, "lock": another_run, "ledger": no_room, "Alertmanager": page_elsewhere,
+    "telemetry": agent_hangs, "healthy replicas": other_engine_down, "pages": page_here,
+}  # fmt: skip
 
 
 SCENARIOS: Mapping[str, Callable[[Path], Story]] = {
@@ -306,7 +391,7 @@ def test_killed_with_fail_over(story: Story) -> None:
         assert any(what in line and "Z | +" in line for line in text.splitlines()), what
     states = [(row["rule"], row["state"]) for row in ran.record["transitions"] if row["rule"] == "engine-down"]
     assert states == [("engine-down", state) for state in ("pending", "firing", "resolved")]
-    assert ran.row("restart")["detail"]["completion_s"] < 12.0  # 5 s of the supervisor's, and its start
+    assert ran.row("restart")["detail"]["took_s"] < 12.0  # 5 s of the supervisor's, and its start
 
 
 def test_killed_without_fail_over(story: Story) -> None:
@@ -373,22 +458,22 @@ def assert_lost(ran: Ran, share: float) -> None:
     samples = ran.record["samples"]
     assert len(samples) >= 30, "each second"
     for where, (dropped, seen) in counters(samples[-1]).items():
-        assert seen > 500, where
+        assert seen > 2000, where
         allowed = max(0.03, 3 * (share * (1 - share) / seen) ** 0.5)
         assert abs(dropped / seen - share) <= allowed, (where, dropped, seen)
 
 
 def counters(sample: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Each table's (dropped, seen)."""
-    return {where: (told["dropped"], told["seen"]) for where, told in sample["tables"].items()}
+    return {where: (told["dropped"], told["met"]) for where, told in sample["tables"].items()}
 
 
 def test_slow_upstream(story: Story) -> None:
     """An upstream took 5 s to answer; when the proxy that does it was killed, users saw at most one error."""
     slow, cut = story.ran
     assert (slow.status, slow.verdict) == (0, "PASS"), slow.said
-    start, end = slow.span("fault")
-    waits = [r.first_at - r.sent_at for r in slow.requests() if start + 1 < r.sent_at < end - 6 and r.first_at]
+    start, _ = slow.span("fault")
+    waits = [r.first_at - r.sent_at for r in slow.requests() if start + 1 < r.sent_at < start + 27 and r.first_at]
     delayed = [wait for wait in waits if wait > 1.0]
     assert len(delayed) > len(waits) / 3, "every second request goes there"
     assert all(4.8 <= wait <= 5.2 for wait in delayed), delayed
@@ -440,9 +525,9 @@ def test_ended_early(story: Story) -> None:
 
 def test_guards(story: Story) -> None:
     """Each reason not to begin was given once: said in words, in a report, and nothing was touched."""
-    for name, ran in story.seen.items():
-        if isinstance(ran, Ran):
-            assert (ran.status, ran.verdict) == (6, "SKIPPED"), name
-            assert name in ran.why
-            assert "SKIPPED" in (ran.folder / "report.md").read_text()
-    assert story.seen["untouched"]
+    assert {*story.seen} == {*guards.BEFORE, "the alert path"} - {"target"}  # which is refused before any guard
+    for name, (ran, states, report) in story.seen.items():
+        assert (ran.status, ran.verdict) == (6, "SKIPPED"), name
+        assert name in ran.why, ran.why
+        assert states == ["PLANNED", *(["LOCKED", "PREFLIGHT"] if name != "lock" else []), "SKIPPED"]
+        assert report.startswith(f"# Drill {ran.record['drill']['name']}: SKIPPED")

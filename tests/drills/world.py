@@ -86,6 +86,7 @@ class Supervised:
     def __init__(self, net: Lab, netns: Netns, words: Sequence[str], restart_s: float = RESTART_S) -> None:
         self.netns, self._net, self._words, self._restart_s = netns, net, words, restart_s
         self._stopping = threading.Event()
+        self.restarts = 0
         self.process = self._start()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -102,6 +103,7 @@ class Supervised:
             if self._stopping.wait(self._restart_s):
                 return
             self.process = self._start()
+            self.restarts += 1
 
     def states(self) -> set[str]:
         """The states of all threads of its processes: t is stopped by a tracer."""
@@ -195,6 +197,11 @@ class World:
     def runs(self) -> Path:
         """Where the runs are."""
         return self.folder / "agent" / "state" / "drills" / "runs"
+
+    def alerts(self) -> list[dict[str, Any]]:
+        """What fires, as the agent says."""
+        assert self.agent is not None
+        return [row for row in self.agent.ask("/alerts?resolved=0") if row["state"] == "firing"]
 
     def tocsin(self, *words: str, main: Sequence[str] = ("agent",)) -> subprocess.CompletedProcess[str]:
         """The command line, beside the agent. `main`: the module that is run, and its own words."""
