@@ -36,7 +36,7 @@ STATES = (
 KILLED = ("runner", "drilld and runner", "all but the holder", "all")
 CLEAN_WITHIN_S = 1.0
 LOADED = 0.25  # of the runs have a prober
-RESTARTED = 0.5  # of the killed daemons start again without a `tocsin drill heal` before
+RESTARTED = 0.6  # of the killed daemons start again without a `tocsin drill heal` before
 FIRST_GUESS_S = 0.3  # how long a state lasts, until it was seen
 LOOK_AROUND_S = 0.01  # it takes to find those that are to be killed
 STARTS_WITHIN_S = 30.0  # of whatever is waited for; a machine may be busy
@@ -170,6 +170,7 @@ class Torturer:
             with suppress(TimeoutError):
                 wait_for(lambda: (record.load(folder) or {}).get("ended_at") is not None, "drilld heals")
                 wait_for(lambda: not lock.unsettled(self.stage.root), "drilld heals")
+                wait_for(lambda: not self.stage.agent.announced, "drilld tells the agent")
             return
         command = [sys.executable, "-m", "agent", "drill", "heal", "--config", str(self.stage.config)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=COMMAND_S)
@@ -276,6 +277,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--fault", choices=FAULTS, action="append")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # cleans up
     print(f"seed {asked.seed}", flush=True)
     begun = time.monotonic()
     results = torture(asked.runs, asked.seed, asked.fault or FAULTS, lambda line: print(line, flush=True))
