@@ -146,9 +146,9 @@ def test_an_engine_whose_required_numbers_are_lost_is_unknown() -> None:
 @pytest.mark.heavy
 def test_a_real_engines_page_is_judged(tmp_path: Path) -> None:
     """The recording's crisis over the real command: exit 1 or 2, the KV cache named, JSON as in the contract."""
-    bodies = [row["body"].encode() for row in rows(KV_PRESSURE)[100:120]]
+    bodies = [row["body"].encode() for row in rows(KV_PRESSURE)[104:109]]  # all over 0.85: no dip to end in
     began = time.monotonic()
-    with PageServer(lambda: bodies[min(19, int(time.monotonic() - began))]) as server:
+    with PageServer(lambda: bodies[min(4, int(time.monotonic() - began))]) as server:
         engines = [{"name": "llama", "url": server.url}]
         code, out, _ = finish(tocsin(tmp_path, "check", "--watch-for", "2s", "--json", engines=engines))
 
