@@ -8,9 +8,15 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Set, these would send requests for 127.0.0.1 through a proxy, rename the node, or notify somebody's real systemd.
 LEAKS = ("NODE_NAME", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "TOCSIN_FAKE_NVML")
+
+
+# How long an example takes says how busy the machine is, not whether the code is right.
+settings.register_profile("tocsin", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tocsin")
 
 
 def pytest_configure() -> None:
