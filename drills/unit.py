@@ -93,4 +93,6 @@ def _settings(drill: Drill) -> Iterable[str]:
         path = str(drill.params.get("path") or drill.target.get("path"))
         yield f"# The user tocsin must be able to write in {path}: setfacl -m u:tocsin:rwx {path}"
         yield f'ReadWritePaths="{path.replace("%", "%%")}"'
+        # A file system in memory is filled with memory that is counted as the unit's; the fault has its own limit.
+        yield "MemoryMax=infinity"
         yield from (setting for folder, setting in HIDDEN.items() if PurePosixPath(path).is_relative_to(folder))

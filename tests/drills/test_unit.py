@@ -127,8 +127,8 @@ def test_what_a_filled_disk_needs() -> None:
     spool = Drill("a", "disk-full", params={"path": "/srv/100% spool"})
     temporary = Drill("b", "disk-full", params={"path": "/var/tmp/x"})
 
-    assert settings(spool) == ["[Service]", 'ReadWritePaths="/srv/100%% spool"']
-    assert settings(temporary) == ["[Service]", 'ReadWritePaths="/var/tmp/x"', "PrivateTmp=no"]
+    assert settings(spool) == ["[Service]", 'ReadWritePaths="/srv/100%% spool"', "MemoryMax=infinity"]
+    assert settings(temporary) == ["[Service]", 'ReadWritePaths="/var/tmp/x"', "MemoryMax=infinity", "PrivateTmp=no"]
 
 
 def test_the_socket_can_be_handed_to_the_drill_group() -> None:
