@@ -36,7 +36,7 @@ STATES = (
 KILLED = ("runner", "drilld and runner", "all but the holder", "all")
 CLEAN_WITHIN_S = 1.0
 LOADED = 0.25  # of the runs have a prober
-RESTARTED = 0.6  # of the killed daemons start again without a `tocsin drill heal` before
+RESTARTED = 0.8  # of the killed daemons start again without a `tocsin drill heal` before
 FIRST_GUESS_S = 0.3  # how long a state lasts, until it was seen
 LOOK_AROUND_S = 0.01  # it takes to find those that are to be killed
 STARTS_WITHIN_S = 30.0  # of whatever is waited for; a machine may be busy
@@ -94,11 +94,12 @@ class Torturer:
         )["run"]
         folder = self.stage.root / "runs" / result.run
         self._wait_in(folder, fault, wanted)
-        killed_at, told_at = time.monotonic(), time.time()
+        killed_at = time.monotonic()
         spared = self._kill(killed)
+        over_at = time.time()
         self._look(result, killed_at, spared)
         self._heal(result, folder)
-        self._judge(result, folder, told_at)
+        self._judge(result, folder, over_at)
         return result
 
     def _ensure_daemon(self) -> None:
@@ -177,7 +178,7 @@ class Torturer:
         if done.returncode:
             result.residue.append(f"heal: exit {done.returncode}: {done.stdout}{done.stderr}")
 
-    def _judge(self, result: Result, folder: Path, killed_at: float) -> None:
+    def _judge(self, result: Result, folder: Path, over_at: float) -> None:
         """After heal: a clean world, a lock that the next one gets, and a report that is true."""
         entries = ledger.read(folder)
         result.last = ledger.last_state(entries)
@@ -190,7 +191,7 @@ class Torturer:
         result.residue += [f"after heal: {run} {why}" for run, why in lock.unsettled(self.stage.root)]
         result.residue += [f"after heal: {run} is still announced" for run in self.stage.agent.announced]
         self.stage.agent.announced.clear()
-        result.report = report_fault(folder, killed_at)
+        result.report = report_fault(folder, over_at)
         if not result.residue and not result.report:
             shutil.rmtree(folder)
 
@@ -209,8 +210,8 @@ def kill(pids: Sequence[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def report_fault(folder: Path, killed_at: float) -> str:
-    """What is wrong with the report of a killed run; "" where it is there and true."""
+def report_fault(folder: Path, over_at: float) -> str:
+    """What is wrong with the report of a run that was killed before `over_at`; "" where it is there and true."""
     told = record.load(folder)
     missing = [name for name in report.FILES.values() if not (folder / name).is_file()]
     if told is None or missing:
@@ -218,7 +219,7 @@ def report_fault(folder: Path, killed_at: float) -> str:
     verdict = told["verdict"]
     if verdict in {Verdict.SKIPPED, Verdict.DEFERRED}:
         return f"it never began: {told['why']}"
-    finished = told["ended_at"] is not None and told["ended_at"] <= killed_at
+    finished = told["ended_at"] is not None and told["ended_at"] <= over_at
     if told["ended_at"] is None or (verdict != Verdict.ABORTED and not finished):
         return f"it says {verdict} ({told['why']})"
     return "" if verdict in (folder / report.FILES["md"]).read_text() else f"the Markdown does not say {verdict}"
