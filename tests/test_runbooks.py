@@ -6,6 +6,7 @@ Every fault has one too: what its drill does, what must hold, and what to do whe
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ import yaml
 from typer.core import TyperGroup
 
 from agent.__main__ import app
+from agent.config import load_all
+from agent.signals import CATALOGUE
+from drills.config import drills_of
 from drills.faults.table import FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,3 +89,15 @@ def test_every_command_shown_exists(page: str) -> None:
             assert command is not None, f"tocsin {name}{sub}"
         known = {option for parameter in command.params for option in parameter.opts}
         assert set(re.findall(r"--[a-z-]+", rest)) <= known | {"--config"}, f"tocsin {name}{sub}{rest}"
+
+
+def test_the_readme_s_configuration_is_one(tmp_path: Path) -> None:
+    """Copied from the README, and refused: the example had a key that was renamed long ago."""
+    blocks = re.findall(r"\n\n((?:    .*\n)+)", (ROOT / "README.md").read_text())
+    shown = [textwrap.dedent(block) for block in blocks if block.startswith(("    engines:", "    drills:"))]
+    file = tmp_path / "tocsin.yaml"
+    file.write_text("".join(shown))
+
+    config, rules = load_all(file, {}, CATALOGUE)
+
+    assert [drill.fault for drill in drills_of(config, rules.rules)] == ["process-kill", "packet-loss"]
