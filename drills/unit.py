@@ -39,8 +39,11 @@ def drop_in(drills: Iterable[Drill], drill_group: str | None = None) -> str:
         lines.append(f"RestrictNamespaces={namespaces}")
     lines += dict.fromkeys(line for drill in enabled for line in _settings(drill))
     if drill_group is not None:
-        lines += ["# drilld.sock is handed to drill_group; to reach it, its members must be in the group tocsin as well.", f"SupplementaryGroups={drill_group}"]
-        lines.append("SystemCallFilter=chown fchownat")
+        lines += [
+            "# drilld.sock is handed to drill_group; to reach it, its members must be in the group tocsin as well.",
+            f"SupplementaryGroups={drill_group}",
+            "SystemCallFilter=chown fchownat",
+        ]
     return "\n".join(lines) + "\n"
 
 
