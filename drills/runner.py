@@ -119,7 +119,9 @@ class Run:
     def preflight(self, accept_unknown_budget: bool) -> None:
         """Find the targets and ask every guard. Raises Refused."""
         self.enter(State.PREFLIGHT)
-        self.plan = self.fault.plan(self.drill, self.run)
+        plan = self.fault.plan(self.drill, self.run)
+        known = {"of": len(self.config.engines)} if self.config.engines else {}
+        self.plan = replace(plan, blast={**known, **plan.blast})
         self.record.planned(self.plan)
         facts = guards.collect(self.config, self.drill, self.plan, root=self.root, run=self.run, now=self.clock(),
                                accept_unknown_budget=accept_unknown_budget)

@@ -140,6 +140,25 @@ def all_hangs(folder: Path) -> Story:
         return hang(made)
 
 
+def aborted_by_hand(folder: Path) -> Story:
+    """drilld runs it, and a person ends it."""
+    drill = HANG | {"target": A | {"part": "core"}, "for": "10m"}
+    with world(folder, drills=[drill]) as made, made.drilld():
+        told: list[subprocess.CompletedProcess[str]] = []
+        # Asked for, and waited for, by one person.
+        running = threading.Thread(target=lambda: told.append(
+            made.tocsin("drill", "run", "hang", "--accept-unknown-budget", "--json")))  # fmt: skip
+        running.start()
+        made.wait_running("fault proven")
+        second = made.tocsin("drill", "run", "hang")
+        hung = made.engines["a"].states()
+        aborted = made.tocsin("drill", "abort")
+        running.join()
+        listed = made.tocsin("drill", "history", "--json")
+        return Story([], {"told": told[0], "second": second, "hung": hung, "aborted": aborted, "listed": listed,
+                          "after": made.engines["a"].states()})  # fmt: skip
+
+
 def another_page(folder: Path) -> Story:
     """While the core hangs, engine b thrashes."""
 
@@ -354,6 +373,7 @@ SCENARIOS: Mapping[str, Callable[[Path], Story]] = {
     "test_nothing_injected": idle,
     "test_ended_early": overloaded,
     "test_aborted_by_another_page": another_page,
+    "test_aborted_by_hand": aborted_by_hand,
     "test_guards": guarded,
 }
 
@@ -430,6 +450,18 @@ def test_aborted_by_another_page(story: Story) -> None:
     assert story.seen["last_stopped_at"] > paged_at - 1.0, "it hung until then"
     assert story.seen["last_stopped_at"] < paged_at + 2.0
     assert "t" not in story.seen["states"]
+
+
+def test_aborted_by_hand(story: Story) -> None:
+    """`tocsin drill run` waits for drilld's verdict, another run is refused meanwhile, and `abort` ends the fault."""
+    seen = story.seen
+    told = json.loads(seen["told"].stdout)
+    assert (seen["told"].returncode, told["verdict"]) == (5, "ABORTED"), seen["told"].stderr
+    assert "is under way" in seen["second"].stderr
+    assert seen["second"].returncode == 2
+    assert seen["aborted"].stdout == f"{told['run']} ends\n"
+    assert [row["run"] for row in json.loads(seen["listed"].stdout)] == [told["run"]]
+    assert "t" in seen["hung"] and "t" not in seen["after"]  # noqa: PT018  (before and after)
 
 
 def test_loss_of_10_percent(story: Story) -> None:

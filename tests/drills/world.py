@@ -32,7 +32,7 @@ from tests.agent_process import ROOT, AgentProcess
 from tests.alertmanager import RealAlertmanager
 from tests.drills.netns import NEEDS as NETNS_NEEDS
 from tests.drills.netns import Lab, Netns, lab
-from tests.receiver import Receiver
+from tests.receiver import Receiver, wait_until
 
 T = TypeVar("T")
 NEEDS = (*NETNS_NEEDS, "nginx", "alertmanager")
@@ -42,7 +42,7 @@ ENGINES = {"a": ("10.77.1.2", "10.78.1.2"), "b": ("10.77.2.2", "10.78.2.2")}  # 
 PORT, HOOK_PORT, ALERTMANAGER_PORT = 8000, 9000, 9093
 HOOK = f"http://127.0.0.1:{HOOK_PORT}"
 RESTART_S = 5.0  # so long a supervisor waits: the agent must see three failed reads, a second apart
-RUN_WITHIN_S = 180.0
+RUN_WITHIN_S = 300.0
 FAIL_OVER = "proxy_next_upstream error timeout http_502 non_idempotent;"
 NO_FAIL_OVER = "proxy_next_upstream off;"
 NGINX = """
@@ -208,6 +208,19 @@ class World:
         command = [sys.executable, "-m", *main, *words, "--config", str(self.config)]
         return inside(self.client, lambda: subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_WITHIN_S, check=False))  # fmt: skip
+
+    @contextmanager
+    def drilld(self) -> Iterator[None]:
+        """The drill daemon, beside the agent."""
+        command = [sys.executable, "-m", "drills.daemon", "--config", str(self.config)]
+        with (self.folder / "drilld.log").open("wb") as log:
+            process = inside(self.client, lambda: subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
+        try:
+            wait_until((self.folder / "agent" / "drilld.sock").exists, 20.0, "drilld's socket")
+            yield
+        finally:
+            process.terminate()
+            assert process.wait(30.0) == 0, (self.folder / "drilld.log").read_text()
 
     def drill(self, name: str, *, accept: bool = True, main: Sequence[str] = ("agent",)) -> Ran:
         """Run a drill to its end. `accept`: an unknown error budget."""
