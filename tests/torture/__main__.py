@@ -111,7 +111,7 @@ class Torturer:
 
     def _answers(self) -> bool:
         if self.daemon is None or self.daemon.poll() is not None:
-            raise RuntimeError(f"drilld ended; {self.stage.folder}/drilld.log says why")
+            raise RuntimeError(f"drilld ended by itself: {(self.stage.folder / 'drilld.log').read_text()}")
         with suppress(client.NotRunning, client.AgentError):
             return client.ask(self.stage.folder / "drilld.sock", "/")["run"] is None
         return False
@@ -123,6 +123,8 @@ class Torturer:
 
         def reached() -> bool:
             told = (folder / ledger.LEDGER).read_bytes()
+            if b'"healed":true' in told:
+                raise RuntimeError(f"{folder.name} ended by itself: {(self.stage.folder / 'drilld.log').read_text()}")
             return sign in told or any(one in told for one in over)
 
         wait_for(reached, f"{folder.name} in {wanted}")

@@ -23,7 +23,7 @@ from tests.drills.stand_ins import Engine, engine, tmpfs
 
 FAULTS = ("process-kill", "engine-hang", "packet-loss", "upstream-timeout", "disk-full")
 ENGINE, CLIENT, PORT = "10.77.0.2", "10.77.0.1", 8000
-TAG = "TOCSIN_TORTURE_RUN"  # in the environment of drilld, and so of all that it starts
+TAG = "TOCSIN_TORTURE_BY"  # our pid, in the environment of drilld, and so of all that it starts
 FAULT_S = 0.5
 
 SERVER = f"""
@@ -211,7 +211,7 @@ def _is_tagged(pid: int) -> bool:
         words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    return any(word.startswith(f"{TAG}=".encode()) for word in words) and pid != os.getpid()
+    return f"{TAG}={os.getpid()}".encode() in words
 
 
 @contextmanager
