@@ -192,8 +192,9 @@ class Node:
     def step(self, now: float, dt_s: float) -> list[Transition]:
         """Compute every signal, move every alert. `dt_s`: watched seconds since the last step."""
         self.scene = self._scene(now)
-        self._learn_full_gpus()
-        self.scene = self._scene(now)
+        if self.gpus:
+            self._learn_full_gpus()
+            self.scene = self._scene(now)
         rules = list(self.setup.rules)
         self.signals = catalogue.compute(self.scene, rules, self.book.resolved_at)
         book, transitions = machine.evaluate(self.book, rules, self.signals, now, dt_s, poll_s=self.setup.poll_s,
