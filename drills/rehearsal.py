@@ -7,8 +7,10 @@ Packets are headers without a payload, some thousands, and never leave the two. 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -30,6 +32,7 @@ ARRIVE = 0.9  # of what was sent must reach the hook, else the rehearsal says no
 TIMEOUT_S = 30.0
 NEAR, FAR = "tocsin0", "tocsin1"  # the two ends of the pair
 TCP_ACK, TCP_WINDOW = 0x10, 512
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,8 @@ def tolerance(share: float, packets: int) -> float:
 
 def rehearse(table: str, text: str, share: float, probes: Sequence[Probe]) -> None:
     """Arm `text` in a scratch namespace, send the probes and count. Raises Refused with what came out otherwise."""
-    order = json.dumps({"table": table, "text": text, "share": share, "probes": [asdict(probe) for probe in probes]})
+    asked = [asdict(probe) for probe in probes]
+    order = json.dumps({"table": table, "text": text, "share": share, "probes": asked, "parent": os.getpid()})
     # Without root it is root of a user namespace of its own: CAP_NET_ADMIN alone makes no namespaces.
     words = [nft.find("unshare"), *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--net"]
     try:
@@ -105,6 +109,10 @@ def main(arguments: Sequence[str]) -> int:
     if arguments == ["send"]:
         send(probes)
         return 0
+    # A runner that is killed meanwhile needs no answer, and nothing of ours may outlive it by a second.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != order["parent"]:
+        return 1
     try:
         wrong = _count(order["table"], order["text"], order["share"], probes)
     except (OSError, Refused, subprocess.SubprocessError) as error:

@@ -60,13 +60,13 @@ class Result:
         return f"{self.fault}, killed {self.killed} in {self.last} ({self.run})"
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
+def wait_for(condition: Callable[[], bool], what: str, every_s: float = 0.02) -> None:
     """Wait for a condition. Raises TimeoutError."""
     until = time.monotonic() + STARTS_WITHIN_S
     while not condition():
         if time.monotonic() > until:
             raise TimeoutError(f"{what}: not within {STARTS_WITHIN_S:g} s")
-        time.sleep(0.002)
+        time.sleep(every_s)
 
 
 class Torturer:
@@ -127,7 +127,7 @@ class Torturer:
                 raise RuntimeError(f"{folder.name} ended by itself: {(self.stage.folder / 'drilld.log').read_text()}")
             return sign in told or any(one in told for one in over)
 
-        wait_for(reached, f"{folder.name} in {wanted}")
+        wait_for(reached, f"{folder.name} in {wanted}", every_s=0.002)
         seen_s = self.lasted_s[fault, wanted]
         wait_s = self.dice.uniform(0.0, median(seen_s) if seen_s else FIRST_GUESS_S)
         time.sleep(max(0.0, wait_s - LOOK_AROUND_S))
