@@ -20,6 +20,7 @@ PACKAGES = {
     "nft": "nftables",
     "nginx": "nginx-light",
     "promtool": "prometheus",
+    "setpriv": "util-linux",
     "kill": "procps",
     "systemd-analyze": "systemd",
     "systemd-sysusers": "systemd",
