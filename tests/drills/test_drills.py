@@ -1,6 +1,6 @@
 """Whole drills, run for real and judged: real namespaces, nginx, agent and Alertmanager; nothing is left of them.
 
-Each test judges one scenario; those that were selected run four at a time, each in a world of its own.
+Each test judges one scenario; those that were selected run five at a time, each in a world of its own.
 """
 
 from __future__ import annotations
@@ -282,6 +282,7 @@ def guarded(folder: Path) -> Story:
             with hinder(made):
                 refused(name, "kill")
         story.ran += [told[0] for told in story.seen.values()]
+        story.ran.append(made.drill_due("disabled"))
         assert (made.rulesets(), made.engines["a"].restarts) == (before, 0)
     return story
 
@@ -383,7 +384,7 @@ def stories(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """The scenarios of the selected tests, under way."""
     need(*NEEDS)
     selected = {item.name for item in request.session.items}
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(5) as pool:
         started: dict[str, Future[Story]] = {
             name: pool.submit(play, tmp_path_factory.mktemp(play.__name__))
             for name, play in SCENARIOS.items() if name in selected
@@ -509,6 +510,10 @@ def test_slow_upstream(story: Story) -> None:
     delayed = [wait for wait in waits if wait > 1.0]
     assert len(delayed) > len(waits) / 3, "every second request goes there"
     assert all(4.8 <= wait <= 5.2 for wait in delayed), delayed
+    # The router's connections of before, which it would have kept for ever.
+    samples = slow.record["samples"]
+    assert max(sample["old_ended"] for sample in samples) >= 1
+    assert samples[-1]["old_left"] == 0
     assert (cut.status, cut.verdict) == (5, "ABORTED"), cut.said
     assert sum(r.outcome != "ok" for r in cut.requests()) <= 1
     after = [r for r in cut.requests() if r.sent_at > story.seen["killed_at"] + 0.1]
@@ -557,6 +562,9 @@ def test_ended_early(story: Story) -> None:
 
 def test_guards(story: Story) -> None:
     """Each reason not to begin was given once: said in words, in a report, and nothing was touched."""
+    deferred = story.ran[-1]
+    assert (deferred.status, deferred.verdict) == (6, "DEFERRED"), "a due one is tried again"
+    assert deferred.why.startswith("enabled: ")
     assert {*story.seen} == {*guards.BEFORE, "the alert path"} - {"target"}  # which is refused before any guard
     for name, (ran, states, report) in story.seen.items():
         assert (ran.status, ran.verdict) == (6, "SKIPPED"), name

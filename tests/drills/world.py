@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drills import proc
-from drills.model import Request
+from drills import proc, runner
+from drills.model import Drill, Request
 from drills.prober import read_requests
 from tests.agent_process import ROOT, AgentProcess
 from tests.alertmanager import RealAlertmanager
@@ -232,6 +232,16 @@ class World:
         assert len(new) == 1, said
         folder = new.pop()
         return Ran(done.returncode, json.loads((folder / "run.json").read_bytes()), said, folder)
+
+    def drill_due(self, name: str) -> Ran:
+        """Run a drill as drilld does when it is due."""
+        due_at, drill = time.time(), Drill(name, "")
+        folder = runner.create(self.runs.parent, drill, f"{name}-{due_at:.0f}-due", started_by="schedule",
+                               config_path=self.config, due_at=due_at)  # fmt: skip
+        command = [sys.executable, "-m", "drills.runner", str(folder)]
+        done = inside(self.client, lambda: subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_WITHIN_S, check=False))  # fmt: skip
+        return Ran(done.returncode, json.loads((folder / "run.json").read_bytes()), done.stderr, folder)
 
     def wait_running(self, what: str, timeout_s: float = 60.0) -> Path:
         """The folder of a run under way, once its timeline says `what`."""
