@@ -746,13 +746,22 @@ def busy_at(ask: Ask, target: Target, start: float) -> list[float]:
     return times
 
 
+def memory(ask: Ask, name: str) -> tuple[Sample, Sample] | Signal:
+    """A GPU's used or free memory beside its total, or why there is none."""
+    part, total = ask.latest(name), ask.latest("gpu_mem_total")
+    if isinstance(part, Signal):
+        return part
+    if isinstance(total, Signal):
+        return total
+    return (part, total) if total.value > 0 else ask.na("this GPU tells no memory size")
+
+
 def gpu_memory(ask: Ask) -> Signal:
     """M4. Memory used ÷ total. What was so 10 m after the engine's start is by design: shown, and wakes nobody."""
-    used, total = ask.latest("gpu_mem_used"), ask.latest("gpu_mem_total")
-    if isinstance(used, Signal) or isinstance(total, Signal):
-        return next(s for s in (used, total) if isinstance(s, Signal))
-    if total.value <= 0:
-        return ask.na("this GPU tells no memory size")
+    told = memory(ask, "gpu_mem_used")
+    if isinstance(told, Signal):
+        return told
+    used, total = told
     share = used.value / total.value
     at_start = ask.scene.gpu_full_at_start.get(ask.subject)
     evidence = {"used_bytes": used.value, "total_bytes": total.value, "at_start": at_start}
@@ -773,11 +782,10 @@ def not_settled(ask: Ask) -> str | None:
 
 def gpu_memory_low(ask: Ask) -> Signal:
     """M4. Free memory ÷ the larger of 1 % and 512 MiB, judged only while it falls."""
-    free, total = ask.latest("gpu_mem_free"), ask.latest("gpu_mem_total")
-    if isinstance(free, Signal) or isinstance(total, Signal):
-        return next(s for s in (free, total) if isinstance(s, Signal))
-    if total.value <= 0:
-        return ask.na("this GPU tells no memory size")
+    told = memory(ask, "gpu_mem_free")
+    if isinstance(told, Signal):
+        return told
+    free, total = told
     floor = max(float(ask.rule.params["share"]) * total.value, float(ask.rule.params["bytes"]))
     earlier = next((v for _, v in ask.windows.history(ask.subject, "gpu_mem_free", ask.start())), free.value)
     evidence = {"free_bytes": free.value, "floor_bytes": floor, "free_bytes_before": earlier}
@@ -787,11 +795,10 @@ def gpu_memory_low(ask: Ask) -> Signal:
 
 def gpu_memory_growth(ask: Ask) -> Signal:
     """M4. Growth of used memory over the window as a share of the total, from 30 m after the engine's start."""
-    used, total = ask.latest("gpu_mem_used"), ask.latest("gpu_mem_total")
-    if isinstance(used, Signal) or isinstance(total, Signal):
-        return next(s for s in (used, total) if isinstance(s, Signal))
-    if total.value <= 0:
-        return ask.na("this GPU tells no memory size")
+    told = memory(ask, "gpu_mem_used")
+    if isinstance(told, Signal):
+        return told
+    used, total = told
     target = ask.scene.target_on(ask.subject)
     if target is None or not target.engines:
         return ask.idle("no engine is known on this GPU")
