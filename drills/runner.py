@@ -278,6 +278,8 @@ class Run:
             raise Ended(self.stop_why)
         self.judge_pages()  # before all that may take its time
         if self.prober is not None:
+            if not self.prober.alive:
+                raise Ended(f"the prober ended: nobody asks any more; look at {self.folder / 'prober.log'}")
             tell.users(self.config.socket, self.drill.load.url if self.drill.load else "", self.prober.latest)
         if self.holder is not None and phase == "fault" and not self.holder.alive:
             raise Ended("the holder ended before its time: the fault is gone")
@@ -296,11 +298,8 @@ class Run:
             raise Ended(f"a page that nothing announced: {where}")
 
     def is_own(self, subject: str) -> bool:
-        """Whether an alert on this subject can be of this drill's making: its engine, its users' address, the node."""
-        engine, load = self.drill.target.get("engine"), self.drill.load
-        if engine is None or subject in (engine, self.config.node) or subject.startswith(f"{engine}/"):
-            return True
-        return load is not None and subject == tell.address_of(load.url)
+        """Whether an alert on this subject can be of this drill's making."""
+        return is_drilled(self.drill, self.config.node, subject)
 
     @property
     def announced(self) -> Sequence[str]:
@@ -373,7 +372,8 @@ class Run:
     def conclude(self, proven: bool, proof: str) -> Verdict:
         """Judge, write the report, say it."""
         self.let_go()
-        if proven and self.plan is not None:  # with all samples: counters that vanished later prove nothing
+        # With all samples: counters that vanished later prove nothing, and one that ended while proving may have proof.
+        if self.samples and self.plan is not None and (proven or self.ended is not None):
             proven, proof = self.fault.proven(self.plan, self.samples)
         judgement = judge(self.evidence(proven, proof))
         self.record.judged(judgement, self.spans, self.samples, self.agent.rows())
@@ -393,6 +393,17 @@ class Run:
     def abort(self, why: str) -> None:
         """End the run early, in good order, within a second. From a signal handler: it may take no lock."""
         self.stop_why = why
+
+
+def is_drilled(drill: Drill, node: str | None, subject: str) -> bool:
+    """Whether a subject is of the drilled service: the engine, the users' address, the node. All, where none is named.
+
+    The same alert on another engine is nothing that the drill announced.
+    """
+    engine = drill.target.get("engine")
+    if engine is None or subject in (engine, node) or subject.startswith(f"{engine}/"):
+        return True
+    return drill.load is not None and subject == tell.address_of(drill.load.url)
 
 
 def create(root: Path, drill: Drill, run_id: str, *, started_by: str, config_path: Path | None,

@@ -88,13 +88,15 @@ def is_page(row: Mapping[str, Any]) -> bool:
 
 def alarm_of(rule: Mapping[str, Any] | None, rule_id: str, rows: Sequence[Mapping[str, Any]], since: float,
              delivered_at: float | None) -> Alarm:
-    """What became of an announced alert, from the transitions. `rule`: its row of the catalogue; None: disabled."""
-    first: dict[str, float] = {}
-    for row in rows:
-        if row["rule"] == rule_id and row["at"] >= since:
-            first.setdefault(row["state"], row["at"])
+    """What became of an announced alert, from the transitions. `rule`: its row of the catalogue; None: disabled.
+
+    It is resolved where that is the last that was said of it: one that flaps may fire still.
+    """
+    own = [row for row in rows if row["rule"] == rule_id and row["at"] >= since]
+    first = {row["state"]: row["at"] for row in reversed(own)}
+    resolved_at = own[-1]["at"] if own and own[-1]["state"] == "resolved" else None
     return Alarm(rule_id, float(rule["for_s"]) if rule else 0.0, rule is not None, first.get("pending"),
-                 first.get("firing"), delivered_at, first.get("resolved"))
+                 first.get("firing"), delivered_at, resolved_at)
 
 
 @dataclass
