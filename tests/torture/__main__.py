@@ -195,7 +195,7 @@ class Torturer:
         self.stage.agent.announced.clear()
         result.report = report_fault(folder, over_at)
         if not result.residue and not result.report:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # drilld may be writing its report anew
 
     def close(self) -> None:
         """End what is left."""
