@@ -32,9 +32,9 @@ from agent.config import Config, load_all
 from agent.model import Rule
 from agent.signals import CATALOGUE
 from agent.strict import ConfigErrors
-from drills import heal, history, ledger, record, runner, schedule, tell
+from drills import heal, history, ledger, lock, record, runner, schedule, tell
 from drills.config import drills_of
-from drills.model import Drill, Left, Verdict
+from drills.model import Drill, Left, Refused, Verdict
 
 log = structlog.get_logger()
 
@@ -144,6 +144,16 @@ class Daemon:
         with self._lock:
             return heal_all(self.config)
 
+    def sweep(self, *, at_start: bool = False) -> None:
+        """Go on trying to undo what a run left; one that is alive, whoever started it, is let be.
+
+        At start those are healed too that were cut off before their fault: their reports wait.
+        """
+        with self._lock, suppress(Refused, OSError):
+            free = self.active() is None and lock.holder_of(self.root) is None
+            if free and (at_start or lock.unsettled(self.root)):
+                heal_all(self.config)
+
     # --- the schedule -----------------------------------------------------------------------------------------------
 
     def run_due(self, drill: Drill, run: str, due_at: float) -> tuple[Verdict, str]:
@@ -189,7 +199,7 @@ class Daemon:
 
     def serve_for_ever(self) -> None:
         """Sweep, then hold what is due until stopped."""
-        self.heal()
+        self.sweep(at_start=True)
         server = serve(self)
         hands = schedule.Hands(self.run_due, self.skip, self.active_of, self.last_run_at)
         self.timetable = schedule.Timetable(self.drills, hands, root=self.root, node=self.config.node or "",
@@ -199,6 +209,7 @@ class Daemon:
         log.info("started", drills=[d.name for d in self.drills], socket=str(socket_of(self.config)))
         try:
             while not self.stopping.is_set():
+                self.sweep()
                 self.tell_overdue()
                 sdnotify.alive()
                 if self.woken.wait(SWEEP_EVERY_S) and not self.stopping.is_set():

@@ -38,9 +38,11 @@ def finish_killed(folder: Path, entries: Sequence[Entry], left: Sequence[Left]) 
         told["started_by"] = header.get("started_by", "unknown")
     if told["ended_at"] is None or told["verdict"] == Verdict.ORPHANED:
         state = ledger.last_state(entries) or State.PLANNED
+        was_orphan = told["verdict"] == Verdict.ORPHANED
         told |= {"state": state, "left": [asdict(one) for one in left], "ended_at": time.time(),
-                 "verdict": Verdict.ORPHANED if left else Verdict.ABORTED,
+                 "verdict": Verdict.ORPHANED if left or was_orphan else Verdict.ABORTED,
                  "why": f"left in the world: {'; '.join(one.what for one in left)}" if left
+                 else "it left something in the world, which heal has put back" if was_orphan
                  else f"its runner ended in {state}; the fault was undone by its holder or by heal"}
         record.store(folder, told)
 

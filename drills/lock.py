@@ -116,7 +116,8 @@ def trouble(entries: Sequence[Entry]) -> str:
     """Why a run's fault may still be in the world, as its ledger says; "" where it is not."""
     why = ""
     for entry in entries:
-        if entry.data.get("healed") or entry.data.get("released") or entry.state is State.REVERTED:
+        over = entry.state in {State.REVERTED, State.SKIPPED, State.DEFERRED}  # refused: nothing was put in
+        if over or entry.data.get("healed") or entry.data.get("released"):
             why = ""
         elif entry.state is State.ORPHANED:
             why = "is ORPHANED: something of it is still in the world"

@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from drills import proc
+from agent.config import load_config
+from drills import daemon, lock, proc, record, tell
 from drills.faults.table import FAULTS
 from drills.heal import heal, is_clean
 from drills.holder import HolderError
@@ -238,3 +239,41 @@ def test_which_runs_are_clean(story: str, states: list[str | None], clean: bool)
         for n, state in enumerate(states)
     ]
     assert is_clean(entries) is clean, story
+
+
+@pytest.fixture
+def drilld(tmp_path: Path) -> daemon.Daemon:
+    """A drilld whose state is in tmp_path; nobody listens where its agent would."""
+    config = tmp_path / "tocsin.yaml"
+    config.write_text(f"state_dir: {tmp_path}\nsocket: {tmp_path}/agent.sock\n")
+    return daemon.Daemon(load_config(config, {}), [], [], None)
+
+
+def test_drilld_goes_on_trying(drilld: daemon.Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page for a healed orphan never ended: the agent was told what was left, and not that it is gone."""
+    told = list[tuple[str, list[Left]]]()
+    monkeypatch.setattr(tell, "orphaned", lambda _, run, left: told.append((run, list(left))))
+    run = "d-20261129T210000Z-0000"
+    file = crashed(drilld.root / "runs", run, stays=True)
+    left = [Left(f"file {file}", f"rm {file}")]
+    for _ in range(2):
+        drilld.sweep()
+    assert told == [(run, left)] * 2
+    file.unlink()
+    drilld.sweep()
+    found = record.load(drilld.root / "runs" / run)
+    assert told[2:] == [(run, [])]
+    assert found is not None
+    assert (found["verdict"], found["left"]) == ("ORPHANED", [])
+    assert lock.unsettled(drilld.root) == []
+
+
+def test_the_sweep_lets_a_live_run_be(drilld: daemon.Daemon, tmp_path: Path) -> None:
+    """drilld was restarted, and killed the run that somebody had started by hand."""
+    held = lock.take(drilld.root, "other")
+    file = crashed(drilld.root / "runs", "d-20261129T210000Z-0000")
+    drilld.sweep(at_start=True)
+    assert file.exists()
+    held.release()
+    drilld.sweep()
+    assert not file.exists()

@@ -94,6 +94,8 @@ def test_an_orphaned_run_holds_the_next_one_up(tmp_path: Path) -> None:
         ([*TORN, State.REVERTING, State.ORPHANED, State.REVERTED], ""),
         ([State.PLANNED, State.LOCKED, State.BASELINE], ""),
         ([State.PLANNED, State.SKIPPED], ""),
+        ([State.PLANNED, State.LOCKED, State.ARMED, State.SKIPPED], ""),  # refused before its holder was started
+        ([State.PLANNED, State.LOCKED, State.ARMED, State.DEFERRED], ""),
     ],
 )
 def test_what_a_run_left_may_be_told_by_its_ledger(states: list[State], said: str, tmp_path: Path) -> None:
