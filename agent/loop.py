@@ -352,10 +352,11 @@ class Agent:
         with self._lock:
             self._probed[address] = readings
 
-    def announce(self, run: str, drill: str, rules: Sequence[str], until: float) -> None:
-        """A drill says which alerts it will cause."""
+    def announce(self, run: str, drill: str, rules: Sequence[str], until: float,
+                 subjects: Sequence[str] | None = None) -> None:
+        """A drill says which alerts it will cause, and on what."""
         with self._lock:
-            self.node.announce(run, drill, rules, until)
+            self.node.announce(run, drill, rules, until, subjects)
 
     def end_announcement(self, run: str) -> None:
         """The drill is over."""

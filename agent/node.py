@@ -64,7 +64,7 @@ class Learned:
     targets: dict[str, dict[str, Any]] = field(default_factory=dict)
     gpus: dict[str, dict[str, Any]] = field(default_factory=dict)
     gpu_full_at_start: dict[str, list[float]] = field(default_factory=dict)  # uuid -> [engine's start, share]
-    announced: dict[str, dict[str, Any]] = field(default_factory=dict)  # run -> {"drill", "rules", "until"}
+    announced: dict[str, dict[str, Any]] = field(default_factory=dict)  # run -> {"drill", "rules", "until", "subjects"}
     told: dict[str, dict[str, str]] = field(default_factory=dict)  # signal -> subject -> what drilld says of it
 
 
@@ -122,9 +122,14 @@ class Node:
         self.users[address] = at
         self.windows.ingest(Batch(f"user:{address}", at, 0.0, tuple(readings)))
 
-    def announce(self, run: str, drill: str, rules: Sequence[str], until: float) -> None:
-        """A drill says which alerts it will cause: they go their normal way, and say so first."""
-        self.learned.announced[run] = {"drill": drill, "rules": list(rules), "until": until}
+    def announce(self, run: str, drill: str, rules: Sequence[str], until: float,
+                 subjects: Sequence[str] | None = None) -> None:
+        """A drill says which alerts it will cause: they go their normal way, and say so first.
+
+        `subjects`: on what, and on the engines of it; None: it could be on any.
+        """
+        self.learned.announced[run] = {"drill": drill, "rules": list(rules), "until": until,
+                                       "subjects": None if subjects is None else list(subjects)}
 
     def end_announcement(self, run: str) -> None:
         """The drill is over; what still fires was announced, and goes on saying so."""
@@ -258,7 +263,8 @@ class Node:
     def _announced_by(self, alert: Alert) -> dict[str, Any] | None:
         """The drill that announced an alert, while its announcement holds."""
         return next((drill for drill in self.learned.announced.values()
-                     if alert.rule in drill["rules"] and self.scene.now <= drill["until"]), None)
+                     if alert.rule in drill["rules"] and self.scene.now <= drill["until"]
+                     and is_of(alert.subject, drill.get("subjects"))), None)
 
     def _place(self, subject: str) -> tuple[str, str]:
         """A subject for a title and for a text: people know a GPU by its index on a node."""
@@ -339,6 +345,11 @@ class Node:
                 "limit": alert.limit, "incident": None, "summary": texts.get("summary", ""),
                 "description": texts.get("description", ""),
                 "unit": SIGNALS[rule.signal][0].unit if rule else ""}
+
+
+def is_of(subject: str, announced: Sequence[str] | None) -> bool:
+    """Whether a drill announced something of this subject; one of an older version does not say of which."""
+    return announced is None or any(subject == one or subject.startswith(f"{one}/") for one in announced)
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> str:

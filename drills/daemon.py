@@ -40,6 +40,7 @@ log = structlog.get_logger()
 
 SOCKET_MODE = 0o660
 SWEEP_EVERY_S = 60.0
+ANNOUNCED_AT_MOST_S = 86400.0  # no drill and what it announces last longer
 RUNNER_ENDS_WITHIN_S = 60.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PEER_CRED = struct.Struct("3i")  # pid, uid, gid: SO_PEERCRED
@@ -153,6 +154,19 @@ class Daemon:
             free = self.active() is None and lock.holder_of(self.root) is None
             if free and (at_start or lock.unsettled(self.root)):
                 heal_all(self.config)
+        self.end_announcements()
+
+    def end_announcements(self) -> None:
+        """A run that is over announces nothing; the agent may not have heard it when it ended."""
+        now = self.clock()
+        with suppress(OSError):
+            for folder in ledger.run_folders(self.root / "runs"):
+                file = folder / "run.json"
+                if not file.exists() or now - file.stat().st_mtime > ANNOUNCED_AT_MOST_S:
+                    continue
+                told = record.load(folder)
+                if told is not None and told["ended_at"] is not None:
+                    tell.end_announcement(self.config.socket, folder.name)
 
     # --- the schedule -----------------------------------------------------------------------------------------------
 

@@ -179,7 +179,8 @@ class Run:
         assert self.plan is not None  # noqa: S101
         self.enter(State.ARMED, plan=msgspec.to_builtins(self.plan))
         until = self.clock() + self.drill.for_s + self.drill.resolve_within_s
-        tell.announce(self.config.socket, self.run, self.drill, self.announced, until)
+        tell.announce(self.config.socket, self.run, self.drill, self.announced, until,
+                      tell.subjects_of(self.drill, self.config.node))
         self.holder = holder.start(self.folder, self.drill.for_s + PROVE_WITHIN_S + HOLDER_GRACE_S + self.drain_s)
         self.ledger.note(holder=msgspec.to_builtins(self.holder.process_id))
         self.holder.wait_up(PROVE_WITHIN_S)
@@ -400,10 +401,8 @@ def is_drilled(drill: Drill, node: str | None, subject: str) -> bool:
 
     The same alert on another engine is nothing that the drill announced.
     """
-    engine = drill.target.get("engine")
-    if engine is None or subject in (engine, node) or subject.startswith(f"{engine}/"):
-        return True
-    return drill.load is not None and subject == tell.address_of(drill.load.url)
+    own = tell.subjects_of(drill, node)
+    return own is None or any(subject == one or subject.startswith(f"{one}/") for one in own)
 
 
 def create(root: Path, drill: Drill, run_id: str, *, started_by: str, config_path: Path | None,

@@ -22,9 +22,21 @@ def address_of(url: str) -> str:
     return f"{host}:{parts.port}" if parts.port else f"{host}"
 
 
-def announce(socket: Path, run: str, drill: Drill, rules: Sequence[str], until: float) -> None:
-    """Say which alerts this drill will cause, until when. Raises Refused: unannounced, the page would not say DRILL."""
-    told = {"run": run, "drill": drill.name, "rules": list(rules), "until": until}
+def subjects_of(drill: Drill, node: str | None) -> list[str] | None:
+    """What alerts of this drill's making are on: its engine, its users' address, the node; None where it names none.
+
+    The same alert on another engine is a real one.
+    """
+    engine = drill.target.get("engine")
+    if engine is None:
+        return None
+    return [str(engine), *([node] if node else ()), *([address_of(drill.load.url)] if drill.load else ())]
+
+
+def announce(socket: Path, run: str, drill: Drill, rules: Sequence[str], until: float,
+             subjects: Sequence[str] | None = None) -> None:
+    """Say which alerts this drill will cause, until when, on what. Raises Refused: the page would not say DRILL."""
+    told = {"run": run, "drill": drill.name, "rules": list(rules), "until": until, "subjects": subjects}
     try:
         client.ask(socket, "/drills/announce", "POST", told)
     except SILENT as error:

@@ -156,7 +156,8 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "drills.daemon": Row(
         "agent agent.config agent.model agent.sdnotify agent.signals agent.strict drills drills.config drills.heal"
-        " drills.history drills.ledger drills.lock drills.model drills.record drills.runner drills.schedule drills.tell", WORLD
+        " drills.history drills.ledger drills.lock drills.model drills.record drills.runner drills.schedule"
+        " drills.tell", WORLD
     ),
     "drills.cli": Row(
         "agent agent.client agent.config agent.signals agent.strict drills drills.config drills.daemon"

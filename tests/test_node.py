@@ -689,6 +689,15 @@ def test_an_announced_alert_says_first_that_it_is_a_drill() -> None:
     assert not here.message(fired.alert).annotations["summary"].startswith("DRILL")
 
 
+@pytest.mark.parametrize(("subjects", "is_drill"), [(None, True), (["llama"], True), (["llama2", "gpu-17"], False)])
+def test_a_real_outage_while_another_engine_is_drilled_is_no_drill(subjects: list[str] | None, is_drill: bool) -> None:
+    """The other engine died by itself in the middle of a drill, its page said DRILL, and nobody came."""
+    here = node()
+    alert = Alert("engine-down", "llama/0", "firing", "page", 0.0, None, 0.0)
+    here.announce("run-1", "process-kill", ["engine-down"], 1000.0, subjects)
+    assert here.annotations(alert)["summary"].startswith("DRILL") is is_drill
+
+
 def test_what_a_prober_counts_at_the_users_address_is_judged_while_it_tells() -> None:
     """30 of 100 requests fail at the users' address: user-error-rate fires, and is gone a minute after the end."""
     here = node()

@@ -101,8 +101,9 @@ class FakeView:
     def take_user(self, address: str, counted: Mapping[str, Any]) -> None:
         self.told.append(("user", address, counted["requests"], counted["errors"]))
 
-    def announce(self, run: str, drill: str, rules: Sequence[str], until: float) -> None:
-        self.told.append(("announce", run, drill, list(rules), until))
+    def announce(self, run: str, drill: str, rules: Sequence[str], until: float,
+                 subjects: Sequence[str] | None = None) -> None:
+        self.told.append(("announce", run, drill, list(rules), until, subjects))
 
     def end_announcement(self, run: str) -> None:
         self.told.append(("end", run))
@@ -216,7 +217,8 @@ def test_the_network_gets_no_actions(view: FakeView, tcp: Server, path: str, met
 def test_drilld_and_its_prober_are_heard_on_the_socket_alone(view: FakeView, unix: Server, tcp: Server) -> None:
     """An announcement, what users got, and an orphan arrive as they were said; the network may say none of it."""
     path = Path(unix.address)
-    told = {"run": "run-1", "drill": "process-kill", "rules": ["engine-down"], "until": NOW + 600}
+    told = {"run": "run-1", "drill": "process-kill", "rules": ["engine-down"], "until": NOW + 600,
+            "subjects": ["llama"]}
 
     client.ask(path, "/drills/announce", "POST", told)
     client.ask(path, "/user", "POST", {"address": "llm.internal", "requests": 100, "errors": 3, "ttft": {"0.5": 97}})
@@ -224,7 +226,7 @@ def test_drilld_and_its_prober_are_heard_on_the_socket_alone(view: FakeView, uni
     client.ask(path, "/drills/tell", "POST", orphan)
     client.ask(path, "/drills/end?run=run-1", "POST")
 
-    assert view.told == [("announce", "run-1", "process-kill", ["engine-down"], NOW + 600),
+    assert view.told == [("announce", "run-1", "process-kill", ["engine-down"], NOW + 600, ["llama"]),
                          ("user", "llm.internal", 100, 3), ("tell", "drill_orphaned", "run-1", "a table is left"),
                          ("end", "run-1")]
     assert all(fetch(tcp, url, "POST")[0] == 404 for url in ("/user", "/drills/announce", "/drills/tell"))

@@ -70,8 +70,9 @@ class View(Protocol):
     def take_user(self, address: str, counted: Mapping[str, Any]) -> None:
         """What a prober has counted so far at an address that users use."""
 
-    def announce(self, run: str, drill: str, rules: Sequence[str], until: float) -> None:
-        """A drill says which alerts it will cause."""
+    def announce(self, run: str, drill: str, rules: Sequence[str], until: float,
+                 subjects: Sequence[str] | None = None) -> None:
+        """A drill says which alerts it will cause, and on what; None: on anything."""
 
     def end_announcement(self, run: str) -> None:
         """The drill is over."""
@@ -242,10 +243,11 @@ def _announce(request: Request) -> Reply:
     told = request.body()
     try:
         run, drill, until = str(told["run"]), str(told["drill"]), float(told["until"])
-        rules = [str(rule) for rule in told["rules"]]
+        rules, named = [str(rule) for rule in told["rules"]], told.get("subjects")
+        subjects = None if named is None else [str(subject) for subject in named]
     except (TypeError, KeyError, ValueError):
-        raise BadRequest('send {"run", "drill", "rules": […], "until": unix seconds}') from None
-    request.view.announce(run, drill, rules, until)
+        raise BadRequest('send {"run", "drill", "rules": […], "until": unix seconds, "subjects": […]}') from None
+    request.view.announce(run, drill, rules, until, subjects)
     return _json({"ok": True})
 
 
