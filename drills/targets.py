@@ -97,6 +97,14 @@ def refuse_processes(found: Iterable[ProcessId]) -> None:
             raise Refused(f"process {one.pid} ({one.comm}) is {why}: no drill may touch it; name the engine")
 
 
+def _refuse_listening(main: ProcessId, reserved: Mapping[int, str] | None) -> None:
+    """Raise Refused where a process, or one below it, listens on a port that no drill may touch, whatever its name."""
+    own = {main.pid, *(one.pid for one in proc.descendants(main.pid))}
+    for port, why in {**RESERVED_PORTS, **(reserved or {})}.items():
+        if own & set(proc.listeners(port, main.netns or None)):
+            raise Refused(f"process {main.pid} ({main.comm}) listens on port {port}, {why}: no drill may touch it")
+
+
 def netns_inode(target: Mapping[str, Any]) -> int | None:
     """The network namespace that `target.netns` names: a path such as /run/netns/NAME, or a process. Raises Refused."""
     named = target.get("netns")
@@ -114,9 +122,11 @@ def main_of(target: Mapping[str, Any]) -> ProcessId:
     pid = target.get("pid")
     if pid is not None:
         try:
-            return proc.identify(int(pid))
+            main = proc.identify(int(pid))
         except ProcessLookupError:
             raise Refused(f"target.pid {pid}: no such process") from None
+        _refuse_listening(main, target.get("reserved"))
+        return main
     port = target.get("port")
     if port is None:
         raise Refused("target names no process: write `engine: NAME`, `port: N` or `pid: N`")

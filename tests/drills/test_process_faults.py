@@ -263,6 +263,9 @@ def test_no_drill_touches_these(tmp_path: Path, stub: Engine) -> None:
     reserved = {stub.port: "the alert path"}
     with pytest.raises(Refused, match=f"port {stub.port} is the alert path"):
         KILL.plan(Drill("d", "process-kill", target={"port": stub.port, "reserved": reserved}), RUN)
+    for pid in (stub.page.pid, os.getpid()):  # the alert path by another name; and one above it
+        with pytest.raises(Refused, match=rf"process {pid} \(.*\) listens on port {stub.port}, the alert path"):
+            KILL.plan(Drill("d", "process-kill", target={"pid": pid, "reserved": reserved}), RUN)
     for pid, why in ((1, "the first process"), (os.getpid(), "Tocsin itself"), (os.getppid(), "Tocsin itself")):
         with pytest.raises(Refused, match=rf"process {pid} \(.*\) is {why}"):
             HANG.plan(Drill("d", "engine-hang", target={"pid": pid}), RUN)
