@@ -138,6 +138,7 @@ class UpstreamTimeout:
         tail = f"; {log['old_ended']} connections of before were ended"
         if uncovered is None or uncovered:
             tail += f"; old connections not covered: {'unknown' if uncovered is None else uncovered}"
+            tail += f" (their packets could not be read: {log['old_why']})" if log.get("old_why") else ""
         if shape.mode in {"hang", "status"}:
             n = int(log["hung" if shape.mode == "hang" else "status"])
             what = "answers were held" if shape.mode == "hang" else f"requests were answered {shape.status}"
@@ -301,6 +302,7 @@ class Redirect:
             "redirected": state.packets.get("redirected", 0),
             "old_ended": self._ended + self._watch.ended,
             "old_left": left,
+            "old_why": self._watch.why,
         }
 
     def _end_old(self) -> int | None:
