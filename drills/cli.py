@@ -173,6 +173,8 @@ def run_here(path: Path | None, settings_: Config, drill: Drill, accept_unknown_
         folder = runner.create(daemon.root_of(settings_), drill, run, started_by=f"{getpass.getuser()}, by hand",
                                config_path=path)
         runner.execute(folder, accept_unknown_budget=accept_unknown_budget)
+    except FileExistsError:
+        fail(f"there is a run {run} already; start it a second later")
     except OSError as error:
         fail(f"{error.filename or daemon.root_of(settings_)}: {error.strerror}; drills need root, or their own user")
     return folder
@@ -226,11 +228,15 @@ def heal(
 ) -> None:
     """Undo whatever any ledger or tag says, offline; a live run is ended first. Exit 0 clean, 7 not."""
     from drills import daemon, lock
+    from drills.model import Refused
 
     _, settings_, _ = settings(context, config)
     root = daemon.root_of(settings_)
     left = daemon.heal_all(settings_)
-    released = lock.release(root) if release else []
+    try:
+        released = lock.release(root) if release else []
+    except Refused as no:
+        fail(str(no), REFUSED)
     if as_json:
         show_json({"left": left, "released": released})
     else:

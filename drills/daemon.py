@@ -6,6 +6,7 @@ Its own socket (`drilld.sock`, beside the agent's) is for root, and for `drill_g
 from __future__ import annotations
 
 import argparse
+import fcntl
 import grp
 import http.client
 import json
@@ -38,6 +39,7 @@ from drills.model import Drill, Left, Refused, Verdict
 
 log = structlog.get_logger()
 
+LOCK = "drilld.lock"
 SOCKET_MODE = 0o660
 SWEEP_EVERY_S = 60.0
 ANNOUNCED_AT_MOST_S = 86400.0  # no drill and what it announces last longer
@@ -54,6 +56,18 @@ def socket_of(config: Config) -> Path:
 def root_of(config: Config) -> Path:
     """Where drills keep their state."""
     return config.state_dir / "drills"
+
+
+def only_one(root: Path) -> int:
+    """The lock of the one drilld of this state, a file descriptor. Raises OSError where another one holds it."""
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fd = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as taken:
+        os.close(fd)
+        raise OSError(f"another drilld runs: it holds {root / LOCK}; `systemctl status tocsin-drilld`") from taken
+    return fd
 
 
 def unblock() -> None:
@@ -105,7 +119,11 @@ class Daemon:
             if self.active() is not None:
                 raise RuntimeError(f"{self._run} is under way; `tocsin drill abort` ends it")
             run = run or schedule.run_id(name, self.clock(), self.config.node or "")
-            folder = runner.create(self.root, drill, run, started_by=started_by, config_path=self.path, due_at=due_at)
+            try:
+                folder = runner.create(self.root, drill, run, started_by=started_by, config_path=self.path,
+                                       due_at=due_at)
+            except FileExistsError:
+                raise RuntimeError(f"there is a run {run} already; start it a second later") from None
             command = [sys.executable, "-m", "drills.runner", str(folder)]
             process = subprocess.Popen(command + ["--accept-unknown-budget"] * accept_unknown_budget,
                                        start_new_session=True, preexec_fn=unblock)
@@ -212,7 +230,8 @@ class Daemon:
             tell.overdue(self.config.socket, drill.name, schedule.overdue(drill, past, now, known_at))
 
     def serve_for_ever(self) -> None:
-        """Sweep, then hold what is due until stopped."""
+        """Sweep, then hold what is due until stopped. Raises OSError, also where another drilld runs."""
+        alone = only_one(self.root)
         self.sweep(at_start=True)
         server = serve(self)
         hands = schedule.Hands(self.run_due, self.skip, self.active_of, self.last_run_at)
@@ -239,6 +258,7 @@ class Daemon:
             server.shutdown()
             server.server_close()
             socket_of(self.config).unlink(missing_ok=True)
+            os.close(alone)
 
 
 # --- the socket ------------------------------------------------------------------------------------------------------
@@ -271,7 +291,13 @@ class _Handler(BaseHTTPRequestHandler):
         if caller is None:
             self._answer(403, {"error": "drills are root's, and the drill_group's; use sudo"})
             return
-        asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        try:
+            asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        except ValueError:
+            asked = None
+        if not isinstance(asked, dict):
+            self._answer(400, {"error": 'send a JSON object, as {"name": "…"}'})
+            return
         try:
             self._answer(200, self._act(daemon, asked, caller))
         except LookupError as error:

@@ -36,7 +36,7 @@ def finish_killed(folder: Path, entries: Sequence[Entry], left: Sequence[Left]) 
         planned_at = entries[0].at if entries else 0.0
         told = record.blank(folder.name, {"name": str(header.get("drill", "unknown"))}, planned_at)
         told["started_by"] = header.get("started_by", "unknown")
-    if told["ended_at"] is None or told["verdict"] == Verdict.ORPHANED:
+    if told["ended_at"] is None or told["verdict"] == Verdict.ORPHANED or left:
         state = ledger.last_state(entries) or State.PLANNED
         was_orphan = told["verdict"] == Verdict.ORPHANED
         told |= {"state": state, "left": [asdict(one) for one in left], "ended_at": time.time(),

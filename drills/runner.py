@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,7 @@ EXIT: Mapping[Verdict, int] = {
     Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INCONCLUSIVE: 4, Verdict.INVALID: 4, Verdict.ABORTED: 5,
     Verdict.SKIPPED: 6, Verdict.DEFERRED: 6, Verdict.ORPHANED: 7,
 }
+BROKE_OFF = 2  # no verdict: drilld heals
 # A page of these rules says what a must-hold says: it ends the drill early, and it has failed.
 COUNTERPARTS = frozenset({
     "ttft-p99", "itl-p99", "latency-p99", "error-rate-high", "error-burn-fast", "node-error-burn-fast", "queue-age",
@@ -106,6 +108,10 @@ class Run:
             return self.drill_it()
         except Refused as no:
             return self.refuse(str(no))
+        except Exception as error:  # of ours: the fault is out by now, and who waits for the run need not wait on
+            self.record.finish(Verdict.ORPHANED if self.left else Verdict.ABORTED,
+                               f"it broke off, a fault of Tocsin's: {type(error).__name__}: {error}")
+            raise
         finally:
             self.let_go()
             if not self.left:
@@ -447,7 +453,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT[execute(args.folder, accept_unknown_budget=args.accept_unknown_budget)]
     except (ConfigErrors, LookupError, OSError) as error:
         print(f"tocsin drill: {error}", file=sys.stderr)  # noqa: T201  (a person started this)
-        return 2
+        return BROKE_OFF
+    except Exception:
+        traceback.print_exc()
+        return BROKE_OFF
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from agent import client
 from agent.config import load_config
-from drills import daemon, lock, proc, record, tell
+from drills import daemon, lock, proc, record, runner, tell
 from drills.faults.table import FAULTS
 from drills.heal import heal, is_clean
 from drills.holder import HolderError
@@ -24,6 +25,7 @@ from drills.ledger import Entry, Ledger, last_state, read
 from drills.model import Drill, Left, Plan, ProcessId, State
 from tests.drills.stand_ins import HOLDER, MARKER, ROOT, arm, engine, new_run, tmpfs, wait_for
 from tests.drills.test_process_faults import may_trace
+from tests.needs import need
 
 __all__ = ["may_trace"]
 
@@ -277,3 +279,40 @@ def test_the_sweep_lets_a_live_run_be(drilld: daemon.Daemon, tmp_path: Path) -> 
     held.release()
     drilld.sweep()
     assert not file.exists()
+
+
+def test_a_second_drilld_leaves_the_first_one_alone(drilld: daemon.Daemon) -> None:
+    """A second one was started by hand, and removed the socket of the first."""
+    first = daemon.only_one(drilld.root)
+    socket = daemon.socket_of(drilld.config)
+    socket.touch()
+    with pytest.raises(OSError, match="another drilld runs"):
+        drilld.serve_for_ever()
+    assert socket.exists()
+    os.close(first)
+    os.close(daemon.only_one(drilld.root))
+
+
+def test_what_is_no_json_is_said_so(drilld: daemon.Daemon) -> None:
+    """Half a line arrived on drilld's socket, and its thread broke off without an answer."""
+    need("root")
+    server = daemon.serve(drilld)
+    try:
+        for body, status in (("{", 400), ("[]", 400), ('{"name": "a"}', 404)):
+            asked = client._UnixConnection(daemon.socket_of(drilld.config))
+            asked.request("POST", "/run", body)
+            assert asked.getresponse().status == status
+            asked.close()
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_runner_that_breaks_off_has_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own exit status after an exception is 1, which is FAIL's: drilld did not heal, and a person waited."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("of ours")
+
+    monkeypatch.setattr(runner, "execute", fails)
+    assert runner.main([str(tmp_path)]) not in runner.EXIT.values()
