@@ -92,6 +92,7 @@ class Torturer:
         result.run = client.ask(
             self.stage.folder / "drilld.sock", "/run", "POST", {"name": fault, "accept_unknown_budget": True}
         )["run"]
+        self.stage.runs.add(result.run)
         folder = self.stage.root / "runs" / result.run
         self._wait_in(folder, fault, wanted)
         killed_at = time.monotonic()

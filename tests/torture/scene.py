@@ -16,6 +16,7 @@ from socketserver import ThreadingMixIn, UnixStreamServer
 from typing import Any
 
 from drills import nft, proc
+from drills.ledger import short_tag
 from drills.model import Drill, Load
 from tests.drills.netns import Netns, lab, says
 from tests.drills.openai_server import Behaviour, OpenAiServer
@@ -131,6 +132,7 @@ class Scene:
     users_url: str
     stack: ExitStack
     victim: Engine | None = None
+    runs: set[str] = field(default_factory=set)
     _victim_stack: ExitStack = field(default_factory=ExitStack)
     _before: dict[str, str] = field(default_factory=dict)
     _made: int = 0
@@ -181,7 +183,8 @@ class Scene:
         for name, place in self.places.items():
             lines = place.run("ss", "-Hltn").splitlines()
             found[f"listeners in {name}"] = " ".join(line.split()[3] for line in lines)
-        found["tables in the host"] = " ".join(nft.tables(nft.place_of(None)))
+        ours = {f"{nft.PREFIX}{short_tag(run)}" for run in self.runs}  # others may test here at the same time
+        found["tables in the host"] = " ".join(ours & set(nft.tables(nft.place_of(None))))
         size = os.statvfs(self.disk)
         found["disk"] = f"{sorted(one.name for one in self.disk.iterdir())}, {size.f_bavail} blocks free"
         return found
