@@ -35,6 +35,7 @@ ITL_S = (0.01, 0.05, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5, 5.0)
 
 def work(first_s: float, pace_s: float, service_s: float) -> None:
     """Read `number chunks` lines; answer with the number when each token is due. One request is taken a `service_s`."""
+    os.write(1, b"ready\n")
     due: list[tuple[float, int, int]] = []  # (when, request, tokens to come)
     free_at, pending = 0.0, b""
     while True:
@@ -100,6 +101,8 @@ class Engine:
         self._numbers = itertools.count()
         self._asked: dict[int, queue.Queue[float]] = {}
         self._lock = threading.Lock()
+        assert worker.stdout is not None
+        worker.stdout.readline()  # it is ready: nobody is served before
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
