@@ -12,7 +12,7 @@ from datetime import date, timedelta
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
-from agent.config import TARGET_WAYS, Config, DrillConfig, EngineConfig, day_window, target_name
+from agent.config import TARGET_WAYS, Config, DrillConfig, DrillHolds, EngineConfig, day_window, target_name
 from agent.model import Rule
 from agent.strict import ConfigErrors, Fault, Unfit, cut, did_you_mean
 from drills import cron
@@ -71,6 +71,7 @@ def _faults(config: Config, drill: DrillConfig, rules: Sequence[Rule]) -> Iterat
             yield places.fault(f"{drill.at}.expects[{index}]", message, did_you_mean(name, names, "known rules"))
     announced = [on[name] for name in drill.expects or announced_by(drill) if name in on]
     yield from _length_faults(config, drill, announced)
+    yield from _holds_faults(config, drill)
     unseen = why_unseen(config, drill, announced)
     if unseen:
         yield places.fault(drill.at, *unseen)
@@ -141,6 +142,17 @@ def _length_faults(config: Config, drill: DrillConfig, announced: Sequence[Rule]
     message = f"{drill.load.rate:g}/s for {drill.for_:g} s are {drill.load.rate * drill.for_:g} requests"
     message += f"; under {FEWEST_REQUESTS}, one failure leaves 1 % unproven"
     yield places.fault(f"{drill.at}.for", message, f"write load.rate: {rate}/s, or for: {span_s}s")
+
+
+def _holds_faults(config: Config, drill: DrillConfig) -> Iterator[Fault]:
+    """What is asked for users, and nobody would see. Without load the defaults leave a drill INCONCLUSIVE."""
+    if drill.load is not None:
+        return
+    usual = DrillHolds()
+    for name in ("goodput", "ttft_p99", "itl_p99", "error_ratio", "degraded"):
+        if getattr(drill.holds, name) not in (None, getattr(usual, name)):
+            yield config.rules.places.fault(f"{drill.at}.holds.{name}", "without load nobody can tell",
+                                            "add load: {url: …}, or remove it")
 
 
 def why_unseen(config: Config, drill: DrillConfig, announced: Sequence[Rule]) -> tuple[str, str] | None:

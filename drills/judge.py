@@ -29,6 +29,7 @@ LATE_S = 1.0  # a prober that is later than this did not keep its rate
 KEPT = 0.98
 STEP_S = 5.0
 GOODPUT_STEP_S = 5.0
+SEEN_BY_USERS = ("goodput", "ttft_p99", "itl_p99", "error_ratio")  # of `holds`: the prober alone can tell
 # The rows that make a run valid; all others are must-holds.
 EVIDENCE = frozenset({"fault_proven", "load_kept", "telemetry_fresh"})
 
@@ -102,6 +103,7 @@ class Evidence:
     judge_latency_during: bool = True  # False for packet loss: TCP hides it from some and not from others
     slo_availability: float | None = None  # share of good requests that was promised; None: unknown
     slo_window_s: float | None = None  # over which
+    unwatched_restart: bool = False  # it was killed and must come back, and nobody could watch it
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,13 @@ def k_of_n(k: int, n: int, allowed: float = ALLOWED) -> Verdict:
     if binomial_tail(k, n, allowed) <= alpha:
         return Verdict.PASS
     return Verdict.FAIL if k > 0 and 1 - binomial_tail(k - 1, n, allowed) < alpha else Verdict.INCONCLUSIVE
+
+
+def ended_before(evidence: Evidence, at: float) -> bool:
+    """Whether a run was cut short, so that nobody looked at its alarms any more at a time."""
+    start, end = evidence.recovery
+    cut = evidence.aborted or evidence.ended_early or evidence.left or not evidence.proven
+    return bool(cut) and (end if end > start else evidence.fault[1]) < at
 
 
 def overlapping(requests: Iterable[Request], span: tuple[float, float]) -> list[Request]:
@@ -206,8 +215,14 @@ def must_holds(evidence: Evidence) -> list[Row]:
     if evidence.drill.load is not None:
         rows += [row for row in (goodput_row(evidence), latency_row(evidence, "ttft"), latency_row(evidence, "itl"),
                                  error_row(evidence), streams_row(evidence), deadline_row(evidence)) if row is not None]
+    elif asked := [name for name in SEEN_BY_USERS if getattr(holds, name) is not None]:
+        rows.append(Row("user_seen", Verdict.INCONCLUSIVE, f"{', '.join(asked)} hold",
+                        "unknown: no load was asked for (`load:`)"))
     if evidence.restart is not None:
         rows += restart_rows(evidence, evidence.restart)
+    elif evidence.unwatched_restart:
+        rows.append(Row("restart", Verdict.INCONCLUSIVE, "the killed target answers again",
+                        "unknown: nobody could watch it; name an engine of the configuration as target"))
     if holds.retry_storm:
         rows.append(storm_row(evidence))
     if holds.degraded is not None:
@@ -479,17 +494,22 @@ def rows_of_alarm(evidence: Evidence, alarm: Alarm) -> list[Row]:
         # Some clients are spared by TCP: what packet loss announces by itself may fire, and need not.
         may = evidence.drill.fault in MAY_FIRE and not evidence.drill.expects
         got = "it never fired" if alarm.enabled else "the rule is disabled"
+        if alarm.enabled and ended_before(evidence, start + limit_s):
+            return [Row(f"{name}.fired", Verdict.SKIPPED, asked, "unknown: the run ended before", detail=detail)]
         return [Row(f"{name}.fired", Verdict.SKIPPED if may else Verdict.FAIL, asked,
                     f"{got}; it may fire, and need not" if may else got, detail=detail)]
     within_s = evidence.drill.resolve_within_s
     resolved_s = None if alarm.resolved_at is None else max(0.0, alarm.resolved_at - evidence.fault[1])
     ok = resolved_s is not None and resolved_s <= within_s
+    verdict = Verdict.PASS if ok else Verdict.FAIL
+    got = "still firing" if resolved_s is None else f"after {resolved_s:.1f} s" if resolved_s else "before it ended"
+    if resolved_s is None and ended_before(evidence, evidence.fault[1] + within_s):
+        verdict, got = Verdict.SKIPPED, "unknown: the run ended before"
     return [
         Row(f"{name}.fired", Verdict.PASS if fired_s <= limit_s else Verdict.FAIL, asked, f"after {fired_s:.1f} s",
             detail=detail),
         delivered_row(evidence, alarm),
-        Row(f"{name}.resolved", Verdict.PASS if ok else Verdict.FAIL, f"within {within_s:.0f} s of the fault's end",
-            "still firing" if resolved_s is None else f"after {resolved_s:.1f} s" if resolved_s else "before it ended",
+        Row(f"{name}.resolved", verdict, f"within {within_s:.0f} s of the fault's end", got,
             detail={"took_s": resolved_s, "limit_s": within_s, "resolved_at": alarm.resolved_at}),
     ]
 
@@ -507,6 +527,8 @@ def delivered_row(evidence: Evidence, alarm: Alarm) -> Row:
     if delivery.failures:
         failed = f"Alertmanager failed {delivery.failures:.0f} notifications"
         return Row(name, Verdict.FAIL, asked, failed, detail=detail)
+    if delivery.has_echo and alarm.firing_at is not None and ended_before(evidence, alarm.firing_at + limit_s):
+        return Row(name, Verdict.SKIPPED, asked, "unknown: the run ended before", detail=detail)
     if delivery.has_echo:
         return Row(name, Verdict.FAIL, asked, "it never reached the receiver", detail=detail)
     accepted = "unknown" if delivery.failures is None else "accepted by Alertmanager"
@@ -530,7 +552,7 @@ def times_of(evidence: Evidence, rows: Sequence[Row]) -> dict[str, float | None]
 
 def recovered_at(evidence: Evidence, rows: Sequence[Row]) -> float | None:
     """When all was as before: the target answered, or the fault was out; and the latency was back."""
-    if evidence.fault[1] <= evidence.fault[0]:
+    if evidence.fault[1] <= evidence.fault[0] or evidence.left or evidence.aborted:
         return None
     ends = [evidence.fault[1] if evidence.restart is None else evidence.restart.completion_at or math.inf]
     ends += [row.detail["slow_until"] for row in rows if row.detail.get("slow_until") is not None]

@@ -39,7 +39,7 @@ TIMES: Mapping[str, str] = {"detect": "alert firing", "deliver": "notification a
                             "mitigate": "traffic back at the asked rate", "recover": "all as before"}
 PHASES = ("before", "during", "after")
 UNPHASED = ("alarm.", "not_ended_early", "no_other_stream_cut", "restart", "no_orphans", "gpu_memory_free",
-            "deadline_respected", "nothing_unexpected", *EVIDENCE)  # fmt: skip
+            "deadline_respected", "user_seen", "nothing_unexpected", *EVIDENCE)  # fmt: skip
 FIRST = ("alarm.", "goodput", "restart", "degraded")  # of what went well: what the drill is for
 Map = Mapping[str, Any]
 
@@ -67,11 +67,6 @@ def _bare(record: Map, folder: Path, error: Exception) -> str:
     verdict, why = (escape.cell(record.get(key)) for key in ("verdict", "why"))
     return (f"# Run {escape.cell(folder.name)}: {verdict}\n\n{why}\n\nMore cannot be shown ({type(error).__name__}):"
             " run.json beside this report holds it.\n")
-
-
-def load_runs(root: Path) -> list[dict[str, Any]]:
-    """The records of all runs under `root`, oldest first; what cannot be read is passed over."""
-    return _loaded(sorted(root.glob("*/run.json")))
 
 
 def _loaded(paths: Sequence[Path]) -> list[dict[str, Any]]:

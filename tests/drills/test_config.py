@@ -251,3 +251,10 @@ def test_every_fault_of_every_drill_at_once(tmp_path: Path) -> None:
         (3, "drills[0].schedule.cron"),
         (4, "drills[1].fault"),
     ]
+
+
+def test_what_is_asked_for_users_needs_load(tmp_path: Path) -> None:
+    """`holds: {error_ratio: 0.1%}` stood there without load: nobody judged it, and the drill passed each month."""
+    said = faults("fault: process-kill, target: {engine: llama}, holds: {error_ratio: 0.1%}", tmp_path)
+    assert "holds.error_ratio: without load nobody can tell" in said
+    assert drill("fault: process-kill, target: {engine: llama}, holds: {error_ratio: null}", tmp_path).load is None

@@ -338,6 +338,23 @@ def test_nobody_waits_until_the_client_gives_up() -> None:
     assert rows_of(replace(late, requests=traffic()))["deadline_respected"].verdict is PASS
 
 
+def test_what_users_see_without_load() -> None:
+    """A drill without load passed by defaults of `holds` that nobody had judged."""
+    blind = replace(GOOD, drill=replace(GOOD.drill, load=None), requests=())
+    row = rows_of(blind)["user_seen"]
+    assert (row.verdict, row.asked) == (UNSURE, "goodput, ttft_p99, itl_p99, error_ratio hold")
+    assert judge(blind).verdict is UNSURE
+    nothing = Holds(goodput=None, ttft_p99=None, itl_p99=None, error_ratio=None)
+    assert judge(replace(blind, drill=replace(blind.drill, holds=nothing))).verdict is PASS
+
+
+def test_a_way_back_that_nobody_could_watch() -> None:
+    """The target was a bare pid: it never came back, and its drill had passed."""
+    blind = replace(GOOD, restart=None, unwatched_restart=True)
+    assert rows_of(blind)["restart"].verdict is UNSURE
+    assert judge(blind).verdict is UNSURE
+
+
 # --- the alarm -------------------------------------------------------------------------------------------------------
 
 
@@ -379,6 +396,16 @@ def test_what_packet_loss_announces_may_fire() -> None:
     assert judge(quiet).verdict is PASS
     assert rows_of(quiet)["alarm.user-ttft-p99.fired"].got == "it never fired; it may fire, and need not"
     assert judge(replace(quiet, drill=replace(drill, expects=("user-ttft-p99",)))).verdict is FAIL
+
+
+def test_alarms_of_a_run_that_ended_before_their_time() -> None:
+    """Aborted after 10 s: the report blamed the alarm, which had 90 s to ring, and called all recovered."""
+    early = replace(GOOD, aborted="by root", fault=(T, T + 10), recovery=(T + 12, T + 12))
+    rows = rows_of(replace(early, alarms=(replace(ALARM, firing_at=None),)))
+    assert rows["alarm.engine-down.fired"].verdict is UNKNOWN
+    rows = rows_of(replace(early, alarms=(replace(ALARM, firing_at=T + 9, delivered_at=None, resolved_at=None),)))
+    assert {rows[f"alarm.engine-down.{name}"].verdict for name in ("delivered", "resolved")} == {UNKNOWN}
+    assert judge(early).times["recover_s"] is None
 
 
 def test_c102_times_of_a_run() -> None:
