@@ -269,6 +269,12 @@ class Holder:
             left.append(Left("a process that injects still runs", f"fuser -k {self.folder / LEDGER}"))
         return left
 
+    def revert_now(self) -> None:
+        """Have it end the fault, and wait for nothing: for a signal handler, which may interrupt a write of ours."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):
+                os.write(self._process.stdin.fileno(), b"\nrevert\n")
+
     def _hang_up(self) -> None:
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """One run of one drill, from PLANNED to REPORTED: each state in the ledger before it is acted on.
 
-    python -m drills.runner RUN_FOLDER [--dry-run] [--accept-unknown-budget]
+    python -m drills.runner RUN_FOLDER [--accept-unknown-budget]
 
 The runner decides, the holder owns the fault: whatever ends this process, the fault ends with the holder's pipe.
 """
@@ -91,6 +91,7 @@ class Run:
         self.group_wait_s = 0.0
         self.left: list[Left] = []
         self.samples: list[Mapping[str, Any]] = []
+        self.unexpected: list[str] = []  # pages that nothing announced
         self.ended: Ended | None = None
 
     # --- the way through the states ---------------------------------------------------------------------------------
@@ -196,6 +197,8 @@ class Run:
     def inject(self) -> tuple[bool, str]:
         """Put the fault in and prove it; INVALID where that cannot be done."""
         assert self.plan is not None and self.holder is not None  # noqa: S101, PT018
+        if self.stop_why:
+            raise Ended(self.stop_why)
         self.enter(State.INJECTING)
         if self.way_back is not None:
             self.way_back.start()
@@ -203,6 +206,8 @@ class Run:
         try:
             injected_at = self.holder.inject(PROVE_WITHIN_S)
         except holder.HolderError as no:
+            if self.stop_why:
+                raise Ended(self.stop_why) from None
             self.enter_quietly(State.INVALID, why=str(no))
             return False, str(no)
         self.spans["fault"] = [injected_at, self.clock()]
@@ -222,10 +227,15 @@ class Run:
             return
         self.enter_quietly(State.REVERTING)
         self.samples = list(self.holder.samples)
+        told_at = self.clock()
         self.left = self.holder.revert(REVERT_WITHIN_S + self.drain_s)
+        # What a fault let in may drain until long after its end, and only then it is undone.
+        undone = [event["at"] for event in self.holder.events() if event["event"] == "undone"]
+        ended_at = min([told_at if self.drain_s else self.clock(), *undone])
         if "fault" in self.spans:
-            self.spans["fault"][1] = self.clock()
-            self.record.moment("fault removed", "; ".join(x.what for x in self.left) or "nothing of ours is left")
+            self.spans["fault"][1] = max(ended_at, self.spans["fault"][0])
+            self.record.moment("fault removed", "; ".join(x.what for x in self.left) or "nothing of ours is left",
+                               at=ended_at)
         self.enter_quietly(State.ORPHANED if self.left else State.REVERTED, left=[x.what for x in self.left])
         if self.left:
             self.record.orphaned(self.left)
@@ -289,10 +299,10 @@ class Run:
                 raise Ended(f"the prober ended: nobody asks any more; look at {self.folder / 'prober.log'}")
             tell.users(self.config.socket, self.drill.load.url if self.drill.load else "", self.prober.latest)
         if self.holder is not None and phase == "fault" and not self.holder.alive:
-            raise Ended("the holder ended before its time: the fault is gone")
+            raise Ended(self.stop_why or "the holder ended before its time: the fault is gone")
         no = [c for c in guards.during(self.drill, guards.collect_during(self.config, self.agent.stale_s)) if not c.ok]
         if no:
-            raise Ended("; ".join(f"{c.name}: {c.why}" for c in no))
+            raise Ended(self.stop_why or "; ".join(f"{c.name}: {c.why}" for c in no))
 
     def judge_pages(self) -> None:
         """A page that a must-hold stands for fails the drill now; one that nothing announced aborts it."""
@@ -302,6 +312,7 @@ class Run:
             where = f"{page['rule']} on {page['subject']}"
             if page["rule"] in COUNTERPARTS or page["rule"] in self.caused:
                 raise Ended(f"{where} paged", early=True)
+            self.unexpected.append(where)
             raise Ended(f"a page that nothing announced: {where}")
 
     def is_own(self, subject: str) -> bool:
@@ -354,7 +365,8 @@ class Run:
             delivery=Delivery(bool(self.drill.echo), self.group_wait_s, failures), restart=self.restart(),
             ended_early=str(ended) if ended is not None and ended.early else None,
             aborted=str(ended) if ended is not None and not ended.early else None,
-            left=[one.what for one in self.left], stale=silent,
+            left=[one.what for one in self.left], stale=silent, unexpected=self.unexpected,
+            unwatched_restart=self.plan is not None and self.plan.restarts and not self.drill.target.get("url"),
             slo_availability=self.config.slo.availability, slo_window_s=self.config.slo.window)
 
     def span(self, phase: str) -> tuple[float, float]:
@@ -398,8 +410,13 @@ class Run:
         tell.end_announcement(self.config.socket, self.run)
 
     def abort(self, why: str) -> None:
-        """End the run early, in good order, within a second. From a signal handler: it may take no lock."""
+        """End the run early, in good order, within a second. From a signal handler: it may take no lock.
+
+        The fault ends at once, whatever the run just waits for: an agent that hangs takes its time.
+        """
         self.stop_why = why
+        if self.holder is not None:
+            self.holder.revert_now()
 
 
 def is_drilled(drill: Drill, node: str | None, subject: str) -> bool:

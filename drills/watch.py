@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import re
 import threading
 import time
@@ -218,14 +217,3 @@ def echoed_at(url: str, rule_id: str, since: float, is_own: Callable[[str], bool
         return float(min(found)) if found else None
     except (requests.RequestException, ValueError, LookupError, TypeError, AttributeError):
         return None
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """JSON lines of a file that may be cut short at its end."""
-    rows = []
-    try:
-        for line in path.read_bytes().splitlines():
-            rows.append(json.loads(line))
-    except (OSError, ValueError):
-        return rows
-    return rows

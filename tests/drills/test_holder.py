@@ -68,6 +68,16 @@ def test_a_run_in_good_order(tmp_path: Path, file: Path, started: list[Holder]) 
     assert [one["event"] for one in held.events() if one["event"] != "sample"] == ["up", "injected", "undone"]
 
 
+def test_it_ends_at_a_word_of_the_signal_handler(tmp_path: Path, file: Path, started: list[Holder]) -> None:
+    """The agent hung, the runner waited for it, and the abort with it: the fault was in for 12 s more."""
+    held, _, _ = armed(tmp_path, started)
+    held.inject(5.0)
+    held.revert_now()
+    wait_for(lambda: not file.exists())
+    assert held.revert(5.0) == []
+    held.revert_now()
+
+
 def test_it_ends_with_its_runner(tmp_path: Path, file: Path, started: list[Holder]) -> None:
     """The runner was killed by the OOM killer in the middle of the fault; the pipe's end was all that it left."""
     held, _, _ = armed(tmp_path, started)
