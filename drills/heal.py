@@ -46,6 +46,8 @@ def heal(root: Path, *, finish: Callable[[Path, list[Entry], list[Left]], None])
             finish(folder, entries, left)
         except Exception:  # a report that cannot be written changes nothing in the world
             log.exception("heal_report_failed", run=folder.name)
+        if not left:
+            _note_healed(folder)  # last: one who is killed before it leaves the report to the next
     return remaining
 
 
@@ -58,25 +60,25 @@ def is_clean(entries: Sequence[Entry]) -> bool:
 
 
 def heal_run(folder: Path, entries: Sequence[Entry]) -> list[Left]:
-    """End the processes of one run and undo its fault; note in the ledger that it is healed, where that can be written.
-
-    Raises OSError, msgspec.ValidationError.
-    """
+    """End the processes of one run and undo its fault. Raises OSError, msgspec.ValidationError."""
     left = end_processes(folder, entries)
     plan = plan_of(entries)
     if plan is not None and not left:
         left = undo_plan(plan)
-    if not left:
-        try:
-            ledger = Ledger.open(folder)
-            try:
-                ledger.note(healed=True)
-            finally:
-                ledger.close()
-        except OSError as error:
-            log.warning("healed_not_noted", run=folder.name, error=str(error), next="it is healed again next time")
     log.info("healed", run=folder.name, left=[one.what for one in left])
     return left
+
+
+def _note_healed(folder: Path) -> None:
+    """Note in the ledger that nothing is left, where that can be written."""
+    try:
+        ledger = Ledger.open(folder)
+        try:
+            ledger.note(healed=True)
+        finally:
+            ledger.close()
+    except OSError as error:
+        log.warning("healed_not_noted", run=folder.name, error=str(error), next="it is healed again next time")
 
 
 def end_processes(folder: Path, entries: Sequence[Entry]) -> list[Left]:

@@ -150,6 +150,21 @@ def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
     assert not any(file.exists() for file in files)
 
 
+def test_a_heal_that_is_killed_before_the_report(tmp_path: Path, finished: Finished) -> None:
+    """systemd killed drilld while it healed: the run was called healed, and its report never said how it ended."""
+    root = tmp_path / "runs"
+    crashed(root, "d-20261128T210000Z-0000")
+
+    def killed(folder: Path, entries: list[Entry], left: list[Left]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        heal(root, finish=killed)
+    assert healed(root, finished) == []
+
+    assert [run for run, _, _ in finished] == ["d-20261128T210000Z-0000"]
+
+
 def test_a_pid_of_another_boot(tmp_path: Path, finished: Finished) -> None:
     """The machine was booted again, and the runner's number is somebody else's now."""
     root = tmp_path / "runs"
