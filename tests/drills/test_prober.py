@@ -328,6 +328,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Prober]]:
         each.kill()
 
 
+@pytest.mark.heavy
 def test_the_rate_is_kept_and_told(server: OpenAiServer, start: Callable[..., Prober]) -> None:
     """50 requests/s of 20 chunks for 2 s: the load is what was asked, and the server saw just that."""
     server.set(Behaviour(chunks=20, pace_s=0.005))
@@ -389,6 +390,7 @@ def test_it_says_when_it_has_no_thread_left(server: OpenAiServer, start: Callabl
     assert line["why"].endswith("not sent: all 5 threads wait for answers")
 
 
+@pytest.mark.heavy
 def test_it_says_when_it_was_held_up_and_sends_no_burst(server: OpenAiServer, start: Callable[..., Prober]) -> None:
     """A suspended prober woke up and sent all that had fallen due at once: a storm of the drill's own making."""
     running = start(load_of(server, rate_per_s=50.0))
@@ -498,6 +500,7 @@ def test_both_forms_of_retry_after(text: str | None, want_s: float) -> None:
     assert retry_after_s(text, 1795986000.0) == want_s
 
 
+@pytest.mark.heavy
 def test_a_server_that_goes_and_comes_back(server: OpenAiServer, start: Callable[..., Prober]) -> None:
     """What a process-kill looks like at the user's address without a router: ok, refused, ok."""
     running = start(load_of(server, rate_per_s=40.0))
