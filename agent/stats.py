@@ -62,7 +62,8 @@ def quantile(q: float, buckets: Buckets) -> float | None:
     start, before = (0.0, 0.0) if i == 0 else buckets[i - 1]
     if count <= before:
         return bound
-    return start + (bound - start) * (rank - before) / (count - before)
+    # Rounding must not lift it over its bound: a limit that is the bound would look passed.
+    return min(bound, start + (bound - start) * ((rank - before) / (count - before)))
 
 
 def in_last_bucket(q: float, buckets: Buckets) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agent.stats import SlowShare, add_buckets, in_last_bucket, quantile, slow_share, wilson_lower
@@ -93,6 +93,7 @@ def test_a_product_of_floats_is_still_on_its_bound() -> None:
 
 
 @given(st.lists(st.integers(0, 50), min_size=4, max_size=4), st.floats(0.01, 0.999))
+@example([0, 13, 0, 13], 0.5)
 def test_a_quantile_lies_in_the_bucket_that_holds_its_rank(counts: list[int], q: float) -> None:
     """Whatever was counted, the quantile is between the bounds around the observation of that rank."""
     bounds = [0.1, 1.0, 10.0, INF]
