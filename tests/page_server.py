@@ -19,14 +19,16 @@ import gzip
 import json
 import lzma
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
+
+from tests.cut_server import CutServer, reset
 
 PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 Fault = Literal["none", "hang", "reset", "close", "truncate", "drip", "drip-headers"]
@@ -51,7 +53,7 @@ class PageServer:
         self._fault: Fault = "none"
         self._health = (200, 0.0)
         self._port = port
-        self._http: _Server | None = None
+        self._http: CutServer | None = None
         self._released = threading.Event()  # lets hanging and dripping handlers end
         self.scrapes = 0
         self.healths = 0
@@ -94,7 +96,7 @@ class PageServer:
     def start(self) -> None:
         """Listen (again, on the same port)."""
         handler = type("Handler", (_Handler,), {"owner": self})
-        self._http = _Server(("127.0.0.1", self._port), handler)
+        self._http = CutServer(("127.0.0.1", self._port), handler)
         self._port = self._http.server_address[1]
         threading.Thread(target=self._http.serve_forever, args=(0.02,), name="page-server", daemon=True).start()
 
@@ -106,7 +108,9 @@ class PageServer:
         self.fault("none")
         http.shutdown()
         http.server_close()
-        http.close_all_connections()
+        for connection in http.open_connections():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # cut what keep-alive holds open, as the end of a process would
 
     def close(self) -> None:
         """Stop for good."""
@@ -138,37 +142,6 @@ class PageServer:
     def current_health(self) -> tuple[int, float]:
         """(status, delay in seconds) set now."""
         return self._health
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
-
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self._open: set[socket.socket] = set()
-        super().__init__(address, handler)
-
-    def process_request(self, request: object, client_address: object) -> None:
-        assert isinstance(request, socket.socket)
-        self._open.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: object) -> None:
-        assert isinstance(request, socket.socket)
-        self._open.discard(request)
-        super().shutdown_request(request)
-
-    def close_all_connections(self) -> None:
-        """Cut what keep-alive holds open, as the end of a process would."""
-        for request in tuple(self._open):
-            try:
-                request.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client that gave up is what many tests are about: no traceback for it."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -209,9 +182,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         if fault == "hang":
             self.owner.wait(60)
-        elif fault == "reset":  # RST instead of FIN: linger on, for 0 s
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
+        elif fault == "reset":
+            reset(self.connection)
         elif fault == "truncate":
             self._send(reply, body=reply.body[: len(reply.body) // 2])
         elif fault == "drip-headers":

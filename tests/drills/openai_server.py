@@ -14,15 +14,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import socket
-import struct
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, Literal, Self
+
+from tests.cut_server import CutServer, reset
 
 # hang: never an answer. reset, close: the connection ends instead of one. drip: a byte of the headers each 0.1 s.
 # The others come after `after` chunks. break: RST. cut: FIN within the chunk framing. stall: nothing more comes.
@@ -75,7 +75,7 @@ class OpenAiServer:
         self._changed = threading.Condition()
         self._attempts: Counter[str] = Counter()
         self._connections = itertools.count(1)
-        self._http: _Server | None = None
+        self._http: CutServer | None = None
         self.released = threading.Event()  # lets those that hang end
         self.models = models
         self.log: list[Seen] = []
@@ -113,7 +113,7 @@ class OpenAiServer:
     def start(self) -> None:
         """Listen (again, on the same port)."""
         self.released = threading.Event()
-        self._http = _Server(self._address, type("Handler", (_Handler,), {"owner": self}))
+        self._http = CutServer(self._address, type("Handler", (_Handler,), {"owner": self}))
         self._address = (self._address[0], self._http.server_address[1])
         threading.Thread(target=self._http.serve_forever, args=(0.02,), name="openai-server", daemon=True).start()
 
@@ -125,7 +125,8 @@ class OpenAiServer:
         self.released.set()
         server.shutdown()
         server.server_close()
-        server.reset_all()
+        for connection in server.open_connections():
+            reset(connection)
 
     def wait_until(self, enough: Callable[[list[Seen]], bool], timeout_s: float = 10.0) -> list[Seen]:
         """What arrived, once `enough` says so; AssertionError if it does not come."""
@@ -148,45 +149,6 @@ class OpenAiServer:
             )
             self._changed.notify_all()
             return self._script.popleft() if self._script else self._behaviour
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 512
-
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self._open: set[socket.socket] = set()
-        if ":" in address[0]:
-            self.address_family = socket.AF_INET6
-        super().__init__(address, handler)
-
-    def process_request(self, request: object, client_address: object) -> None:
-        assert isinstance(request, socket.socket)
-        self._open.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: object) -> None:
-        assert isinstance(request, socket.socket)
-        self._open.discard(request)
-        super().shutdown_request(request)
-
-    def reset_all(self) -> None:
-        for request in tuple(self._open):
-            _reset(request)
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client that gave up is what many tests are about: no traceback for it."""
-
-
-def _reset(sock: socket.socket) -> None:
-    """RST instead of FIN, also while another thread sits in a call on it."""
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        sock.shutdown(socket.SHUT_RD)
-        sock.close()
-    except OSError:
-        return
 
 
 class _Gone(Exception):  # noqa: N818
@@ -247,7 +209,7 @@ class _Handler(BaseHTTPRequestHandler):
                 if self.owner.released.wait(0.1):
                     break
         elif fault == "reset":
-            _reset(self.connection)
+            reset(self.connection)
         raise _Gone
 
     def _json(self, status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
@@ -328,7 +290,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _misbehave(self, how: Behaviour) -> None:
         if how.fault == "break":
-            _reset(self.connection)
+            reset(self.connection)
         elif how.fault == "stall":
             self.owner.released.wait(60)
         elif how.fault == "json":
