@@ -107,12 +107,12 @@ class Receiver:
         """Answer the next requests with these."""
         self._replies.extend(replies)
 
-    def wait_for(self, count: int, timeout_s: float = 10.0) -> list[Arrival]:
+    def wait_for(self, count: int, timeout_s: float = 60.0) -> list[Arrival]:
         """What arrived, once there are `count`; AssertionError if they do not come."""
         return self.wait_until(lambda got: len(got) >= count, timeout_s, f"{count} requests")
 
     def wait_until(
-        self, enough: Callable[[list[Arrival]], bool], timeout_s: float = 10.0, what: str = "it"
+        self, enough: Callable[[list[Arrival]], bool], timeout_s: float = 60.0, what: str = "it"
     ) -> list[Arrival]:
         """What arrived, once `enough` says so; AssertionError if it does not come."""
         with self._changed:
@@ -167,7 +167,7 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-def wait_until(true: Callable[[], bool], timeout_s: float = 10.0, what: str = "it") -> None:
+def wait_until(true: Callable[[], bool], timeout_s: float = 60.0, what: str = "it") -> None:
     """Poll for a condition; AssertionError if it does not come true."""
     deadline = time.monotonic() + timeout_s
     while not true():

@@ -381,7 +381,7 @@ def test_what_is_not_http_is_said(server: PageServer) -> None:
         thread = threading.Thread(target=greet)
         thread.start()
         batch = source.read(1.0)
-        thread.join(5)
+        thread.join(30)
         source.close()
 
     assert gap_of_kv(batch).code is Why.ERROR

@@ -443,7 +443,7 @@ def tls_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         thread.start()
         yield listening.getsockname()[1]
         listening.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
+        thread.join(30)
 
 
 def failure_of(channel: Channel) -> Exception:

@@ -349,7 +349,7 @@ def test_a_hanging_channel_does_not_hold_the_others(store: Store) -> None:
     assert [n.message.key for n in store.owed("hanging")] == ["a"]
     go_on.set()
     for thread in outbox._threads:
-        thread.join(5)
+        thread.join(30)
 
 
 def test_a_channel_that_was_removed_is_owed_nothing(store: Store) -> None:

@@ -501,7 +501,7 @@ def test_a_loop_that_is_awake_closes_before_it_is_woken(view: FakeView, monkeypa
 
     def late() -> None:
         write()  # as the worker did
-        server._thread.join(5)
+        server._thread.join(30)
         write()
 
     monkeypatch.setattr(trigger, "_physical_pull", late)

@@ -128,7 +128,7 @@ class OpenAiServer:
         for connection in server.open_connections():
             reset(connection)
 
-    def wait_until(self, enough: Callable[[list[Seen]], bool], timeout_s: float = 10.0) -> list[Seen]:
+    def wait_until(self, enough: Callable[[list[Seen]], bool], timeout_s: float = 60.0) -> list[Seen]:
         """What arrived, once `enough` says so; AssertionError if it does not come."""
         with self._changed:
             if not self._changed.wait_for(lambda: enough(self.log), timeout_s):

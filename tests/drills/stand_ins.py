@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HOLDER = (sys.executable, "-m", "tests.drills.stand_ins", "hold")
 
 
-def wait_for(condition: Callable[[], bool], within_s: float = 5.0) -> float:
+def wait_for(condition: Callable[[], bool], within_s: float = 30.0) -> float:
     """Wait for a condition; the seconds that it took. Fails the test when it does not come true."""
     start = time.monotonic()
     while not condition():
@@ -72,7 +72,7 @@ def engine(folder: Path) -> Iterator[Engine]:
             yield started
         finally:
             process.stdin.close()
-            process.wait(5.0)
+            process.wait(30)
             assert proc.wait_ended(started.core, 5.0)
 
 

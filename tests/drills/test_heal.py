@@ -189,7 +189,7 @@ def test_a_live_run_is_ended_first(tmp_path: Path, finished: Finished) -> None:
             wait_for(lambda: last_state(read(tmp_path / "runs" / run)) == State.PROVEN, 10.0)
             assert "t" in proc.threads(stub.core.pid).values()
             assert healed(tmp_path / "runs", finished) == []
-            assert runner.wait(5.0) == -signal.SIGKILL
+            assert runner.wait(30) == -signal.SIGKILL
         assert stub.runs_on()
         assert [(name, last_state(entries)) for name, entries, _ in finished] == [(run, State.PROVEN)]
 

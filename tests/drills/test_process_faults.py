@@ -372,7 +372,7 @@ def tortured(tmp_path: Path, stub: Engine, chance: random.Random, victims: str, 
             for pid in holders:
                 with contextlib.suppress(ProcessLookupError):  # it was faster
                     os.kill(pid, signal.SIGKILL)
-        runner.wait(5.0)
+        runner.wait(30)
 
     def residue() -> str:
         stopped = [letter for letter in proc.threads(stub.core.pid).values() if letter in "tT"]

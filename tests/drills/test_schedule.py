@@ -500,7 +500,7 @@ def test_apscheduler_runs_it_even_when_it_is_late(tmp_path: Path) -> None:
     table = Timetable([drill], life.hands, root=tmp_path, node="n", min_gap_s=0)
     table.start()
     try:
-        assert life.changed.wait(10)
+        assert life.changed.wait(30)
     finally:
         table.stop()
 

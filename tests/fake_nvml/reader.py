@@ -61,7 +61,7 @@ class Reader:
         assert self._child.stdout
         self._child.stdin.close()
         try:
-            self._child.wait(5)
+            self._child.wait(30)
         finally:
             self._child.kill()
             self._child.wait()
