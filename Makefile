@@ -24,7 +24,7 @@ setup: $(VENV)/.installed  ## only set up: afterwards there is .venv/bin/tocsin
 setup-dev: $(VENV)/.installed-dev  ## set up with what the tests and the linters need
 
 test: setup-dev  ## set up, then the tests; those that lack a compiler, root or a Debian package are skipped
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 run: setup $(CONFIG)  ## set up, then the agent on this machine, in the foreground (CONFIG=FILE for another configuration)
 	@echo "configuration: $(CONFIG)   ask it: $(BIN)/tocsin check --config $(CONFIG)   page: http://127.0.0.1:9959/"

@@ -188,10 +188,10 @@ def test_a_connection_that_is_not_taken_is_slow_and_stands_on_no_rung() -> None:
 def test_a_health_that_hangs_delays_no_metrics(server: PageServer) -> None:
     """Some engines run a generation in /health; under load it hung, and the numbers went with it."""
     server.set_health(200, delay_s=30)
-    source = EngineSource("t", server.url, health_total_s=0.3)
+    source = EngineSource("t", server.url, health_total_s=1.5)
     batches = [source.read(float(i)) for i in range(20)]
 
-    assert max(batch.took_s for batch in batches) < 0.25
+    assert max(batch.took_s for batch in batches) < 1.0
     assert all(is_whole(batch) for batch in batches)
     until(lambda: ladder(source.read(21.0)) == (0, 1, 1))  # /metrics well, /health late: slow, on TCP's rung
     server.set_health(200)
