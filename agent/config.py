@@ -585,6 +585,7 @@ class DrillConfig(_Form, frozen=True):
     enabled: bool = True
     dry_run: bool = False
     echo: FullUrl | None = None  # a receiver that tells what reached it
+    route_to: str | None = None  # a channel of `notify` by its name (webhook, webhook-2 …): it alone is told
     owner: str | None = None
     at: str = field(name="_at", default="")
 

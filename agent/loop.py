@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from agent.model import Alert, AlertMessage, Batch, Book, EngineFacts, Sample, Signal, Source, Transition
+from agent.model import Alert, AlertMessage, Announcement, Batch, Book, EngineFacts, Sample, Signal, Source, Transition
 from agent.node import Node
 from agent.notifiers import Route, owed_to
 from agent.outbox import ChannelStatus, Outbox
@@ -180,7 +180,7 @@ class Agent:
                 self._probed = {}
                 self.node.take(self._of_ourselves(now))
                 transitions = self.node.step(now, dt_s)
-                notices = self._notices(transitions, now)
+                notices = self._notices(transitions, now) + owed_to(self.routes, self.node.no_longer_diverted())
                 frames, layouts = self._frames(self.node.windows.unsaved())
                 learned = asdict(self.node.learned)
         except BaseException:
@@ -352,11 +352,19 @@ class Agent:
         with self._lock:
             self._probed[address] = readings
 
-    def announce(self, run: str, drill: str, rules: Sequence[str], until: float,
-                 subjects: Sequence[str] | None = None) -> None:
-        """A drill says which alerts it will cause, and on what."""
+    def announce(self, told: Announcement) -> None:
+        """A drill says which alerts it will cause, and on what. Raises LookupError: no channel of that name."""
+        names = [route.channel.name for route in self.routes if route.severities]
+        if told.route_to is not None and told.route_to not in names:
+            known = ", ".join(names) or "none"
+            raise LookupError(f"there is no channel {told.route_to!r} to route to; there are: {known}")
         with self._lock:
-            self.node.announce(run, drill, rules, until, subjects)
+            self.node.announce(told)
+
+    def traffic(self, since: float) -> dict[str, list[tuple[float, float]]]:
+        """Requests that arrived at each engine since a time: (unix seconds, count so far)."""
+        with self._lock:
+            return self.node.traffic(since)
 
     def end_announcement(self, run: str) -> None:
         """The drill is over."""

@@ -337,6 +337,26 @@ class AlertMessage:
     generator_url: str = ""
 
 
+ROUTE = "route_to"  # annotation of an alert of a drill that only one channel is told of: its name
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """Which alerts a drill will cause, until when (unix seconds), and on what.
+
+    `subjects`: these and their engines; None: any. `loads`: its prober asks the service, which changes its rate.
+    `route_to`: the one channel that is told of them; None: the normal route.
+    """
+
+    run: str
+    drill: str
+    rules: tuple[str, ...]
+    until: float
+    subjects: tuple[str, ...] | None = None
+    loads: bool = False
+    route_to: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Notice:
     """One delivery owed to one channel, saved with its transition and before anything is sent."""

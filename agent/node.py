@@ -15,10 +15,12 @@ from agent import evaluate as machine
 from agent import signals as catalogue
 from agent import words
 from agent.model import (
+    ROUTE,
     SEVERITY_RANK,
     Alert,
     AlertKey,
     AlertMessage,
+    Announcement,
     Batch,
     Book,
     EngineFacts,
@@ -64,7 +66,8 @@ class Learned:
     targets: dict[str, dict[str, Any]] = field(default_factory=dict)
     gpus: dict[str, dict[str, Any]] = field(default_factory=dict)
     gpu_full_at_start: dict[str, list[float]] = field(default_factory=dict)  # uuid -> [engine's start, share]
-    announced: dict[str, dict[str, Any]] = field(default_factory=dict)  # run -> {"drill", "rules", "until", "subjects"}
+    announced: dict[str, dict[str, Any]] = field(default_factory=dict)  # run -> a drill's Announcement
+    diverted: list[list[str]] = field(default_factory=list)  # [rule, subject] told to one channel alone
     told: dict[str, dict[str, str]] = field(default_factory=dict)  # signal -> subject -> what drilld says of it
 
 
@@ -122,14 +125,9 @@ class Node:
         self.users[address] = at
         self.windows.ingest(Batch(f"user:{address}", at, 0.0, tuple(readings)))
 
-    def announce(self, run: str, drill: str, rules: Sequence[str], until: float,
-                 subjects: Sequence[str] | None = None) -> None:
-        """A drill says which alerts it will cause: they go their normal way, and say so first.
-
-        `subjects`: on what, and on the engines of it; None: it could be on any.
-        """
-        self.learned.announced[run] = {"drill": drill, "rules": list(rules), "until": until,
-                                       "subjects": None if subjects is None else list(subjects)}
+    def announce(self, told: Announcement) -> None:
+        """A drill says which alerts it will cause: they go their normal way, and say so first."""
+        self.learned.announced[told.run] = asdict(told)
 
     def end_announcement(self, run: str) -> None:
         """The drill is over; what still fires was announced, and goes on saying so."""
@@ -224,6 +222,15 @@ class Node:
         target = self.scene.target_of(subject)
         return self.setup.severity_of(rule, self.scene.slo_of(subject), "latency" if target is None else target.profile)
 
+    def traffic(self, since: float) -> dict[str, list[tuple[float, float]]]:
+        """Requests that arrived at each engine: (unix seconds, count so far), one row a read since a time.
+
+        As `signals.arrivals`: first tokens + waiting; a restart of the engine does not make the count begin anew.
+        """
+        engines = [engine for target in self.scene.targets.values() for engine in target.engines]
+        return {engine: [(at, count + (self.windows.level(engine, "waiting", at) or 0.0))
+                         for at, count in self.windows.history(engine, "ttft", since, "count")] for engine in engines}
+
     def _named(self, alert: Alert) -> Alert:
         rule = self.rules[alert.rule]
         labels = {"alertname": alert_name(rule.id)} | catalogue.alert_labels(self.scene, rule, alert)
@@ -254,6 +261,9 @@ class Node:
             until = datetime.fromtimestamp(drill["until"], UTC)
             texts["summary"] = (f"DRILL  {rule.id} on {self.setup.node}, as announced by {drill['drill']}"
                                 f" (until {until:%H:%M} UTC)")
+            texts[ROUTE] = drill.get("route_to") or ""
+        elif rule.signal == "qps_change" and (loads := self._drills_that_load()):
+            texts["summary"] += f" (drill load of {', '.join(loads)})"
         if self.setup.external_url:
             texts["runbook_url"] = f"{self.setup.external_url}/runbooks/{rule.id}"
         else:  # no link that a phone could open: then what to type
@@ -265,6 +275,21 @@ class Node:
         return next((drill for drill in self.learned.announced.values()
                      if alert.rule in drill["rules"] and self.scene.now <= drill["until"]
                      and is_of(alert.subject, drill.get("subjects"))), None)
+
+    def _drills_that_load(self) -> list[str]:
+        """The drills whose prober asks just now: what arrives is not the users' alone."""
+        return [drill["drill"] for drill in self.learned.announced.values()
+                if drill.get("loads") and self.scene.now <= drill["until"]]
+
+    def no_longer_diverted(self) -> list[AlertMessage]:
+        """What fires on although the drill that had it told to one channel alone is over: all must hear of it now.
+
+        Asked once after each step: it notes what is diverted from now on.
+        """
+        before = {(rule, subject) for rule, subject in self.learned.diverted}
+        firing = {key: self.message(alert) for key, alert in self.book.alerts.items() if alert.state == "firing"}
+        self.learned.diverted = [list(key) for key, m in firing.items() if ROUTE in m.annotations]
+        return [message for key, message in firing.items() if key in before and ROUTE not in message.annotations]
 
     def _place(self, subject: str) -> tuple[str, str]:
         """A subject for a title and for a text: people know a GPU by its index on a node."""

@@ -39,6 +39,10 @@ NAMES: Mapping[str, str] = {"delay": "delay_s", "retry_after": "retry_after_s", 
 WITH_PARTS = frozenset({"process-kill", "engine-hang"})
 # Faults between the user and the engine: the engine's own page begins behind them.
 OUTSIDE = frozenset({"packet-loss", "upstream-timeout"})
+ANNOUNCED: Mapping[str, Sequence[str]] = {
+    "process-kill": ("engine-down",), "engine-hang": ("engine-stuck",), "upstream-timeout": ("user-ttft-p99",),
+    "packet-loss": ("user-ttft-p99", "user-itl-p99"),
+}  # fmt: skip
 DETECT_S = 30.0  # for a signal to be computed and a breach to be seen, besides two polls
 FEWEST_REQUESTS = 473  # k = 1 failed request of n still proves 1 %: Clopper-Pearson, one-sided 95 %
 JITTER_S = 300.0  # spread by the run's id; the window caps it
@@ -70,6 +74,10 @@ def _faults(config: Config, drill: DrillConfig, rules: Sequence[Rule]) -> Iterat
             message = f"rule {cut(name)!r} is unknown"
             yield places.fault(f"{drill.at}.expects[{index}]", message, did_you_mean(name, names, "known rules"))
     announced = [on[name] for name in drill.expects or announced_by(drill) if name in on]
+    kinds = sorted({channel.kind for channel in config.notify} - {"heartbeat"})
+    if drill.route_to is not None and drill.route_to.partition("-")[0] not in kinds:
+        message = f"no channel {cut(drill.route_to)!r} is under notify"
+        yield places.fault(f"{drill.at}.route_to", message, f"name one of {', '.join(kinds) or 'those that you add'}")
     yield from _length_faults(config, drill, announced)
     yield from _holds_faults(config, drill)
     unseen = why_unseen(config, drill, announced)
@@ -79,11 +87,7 @@ def _faults(config: Config, drill: DrillConfig, rules: Sequence[Rule]) -> Iterat
 
 def announced_by(drill: DrillConfig) -> Sequence[str]:
     """The rules that a fault announces where `expects` is not written."""
-    if drill.fault == "engine-hang":
-        return ("engine-stuck",) if drill.target.part in (None, "core") else ("engine-down",)
-    if drill.fault == "packet-loss":
-        return ("user-ttft-p99", "user-itl-p99")
-    return {"process-kill": ("engine-down",), "upstream-timeout": ("user-ttft-p99",)}.get(drill.fault, ())
+    return ANNOUNCED.get(drill.fault, ())
 
 
 def _form_faults(config: Config, drill: DrillConfig) -> Iterator[Fault]:
@@ -173,9 +177,9 @@ def why_unseen(config: Config, drill: DrillConfig, announced: Sequence[Rule]) ->
     if drill.fault in WITH_PARTS and drill.target.port is not None and _engine_at(config, drill.target.port) is None:
         message = f"no signal can see {drill.fault} at port {drill.target.port}: the agent watches no engine there"
         return message, "add the engine under engines, and name it"
-    if drill.fault == "engine-hang" and drill.target.part in (None, "core") and drill.load is None:
+    if drill.load is None and announced and all(rule.signal == "engine_stuck" for rule in announced):
         return (
-            "no signal can see a hung core without work in flight: its page goes on answering",
+            "no signal can see a hung engine without work in flight: one that idles is not stuck",
             "add load: {url: …}",
         )
     return None
@@ -220,6 +224,7 @@ def _drill(config: Config, drill: DrillConfig) -> Drill:
         enabled=drill.enabled,
         dry_run=drill.dry_run,
         echo=drill.echo,
+        route_to=drill.route_to,
         owner=drill.owner,
     )
 

@@ -42,7 +42,7 @@ def _drill(drill: Mapping[str, Any]) -> dict[str, Any]:
     holds = _holds(drill.get("holds") or {})
     params = {UNITS.get(k, k): _param(k, v) for k, v in (drill.get("params") or {}).items() if k != "path"}
     written |= {k: v for k, v in (("holds", holds), ("params", params)) if v}
-    rest = ("enabled", "dry_run", "echo", "owner")
+    rest = ("enabled", "dry_run", "echo", "route_to", "owner")
     return written | {k: drill[k] for k in rest if drill.get(k, WHOLE[k]) != WHOLE[k]}
 
 

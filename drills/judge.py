@@ -7,6 +7,7 @@ INCONCLUSIVE), must-holds make the verdict (PASS, FAIL).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,6 +96,7 @@ class Evidence:
     delivery: Delivery = field(default_factory=Delivery)
     restart: Restart | None = None
     counts: Counts = field(default_factory=Counts)
+    arrivals: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)  # replica -> (at, count so far)
     unexpected: Sequence[str] = ()  # pages that nothing announced
     ended_early: str | None = None  # a must-hold's own page ended it: FAIL
     aborted: str | None = None  # a guard, a person or a crash ended it
@@ -115,6 +117,21 @@ class Judgement:
     rows: Sequence[Row]
     times: Mapping[str, float | None]  # detect_s, deliver_s, mitigate_s, recover_s
     impact: Mapping[str, Any]
+    replicas: Sequence[Replica] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """What one replica got: its share (0 to 1) of all arrivals in a phase, and its rate in steps of 5 s.
+
+    `rates`: (middle of the step, requests/s). Shares are None where nothing arrived anywhere, or nobody counted.
+    """
+
+    name: str
+    before: float | None
+    during: float | None
+    after: float | None
+    rates: Sequence[tuple[float, float]] = ()
 
 
 def binomial_tail(k: int, n: int, p: float) -> float:
@@ -164,7 +181,7 @@ def judge(evidence: Evidence) -> Judgement:
     """The verdict of a run: the worst of what applies, ORPHANED above all."""
     rows = [*validity(evidence), *must_holds(evidence), *alarm_rows(evidence)]
     verdict, why = overall(evidence, rows)
-    return Judgement(verdict, why, rows, times_of(evidence, rows), impact_of(evidence))
+    return Judgement(verdict, why, rows, times_of(evidence, rows), impact_of(evidence), replicas_of(evidence))
 
 
 def overall(evidence: Evidence, rows: Sequence[Row]) -> tuple[Verdict, str]:
@@ -473,12 +490,50 @@ def is_degraded(request: Request, by: Mapping[str, Any]) -> bool:
     return "model" in by
 
 
+def replicas_of(evidence: Evidence) -> list[Replica]:
+    """Where the traffic went, before, during and after the fault."""
+    spans = (evidence.baseline, evidence.fault, evidence.recovery)
+    got = {name: [arrived(rows, *span) for span in spans] for name, rows in evidence.arrivals.items()}
+    totals = [sum(counts[i] for counts in got.values()) for i in range(len(spans))]
+    found = []
+    for name, counts in got.items():
+        shares = [count / total if total > 0 else None for count, total in zip(counts, totals, strict=True)]
+        found.append(Replica(name, shares[0], shares[1], shares[2], rates_of(evidence.arrivals[name])))
+    return found
+
+
+def arrived(rows: Sequence[tuple[float, float]], start: float, end: float) -> float:
+    """How many arrived in a span, of a count that was read now and then: between two reads it is spread evenly."""
+    return max(0.0, count_at(rows, end) - count_at(rows, start))
+
+
+def count_at(rows: Sequence[tuple[float, float]], at: float) -> float:
+    """The count at a time; before the first read what that one told, after the last likewise."""
+    i = bisect_left(rows, at, key=lambda row: row[0])
+    if i == 0 or i == len(rows):
+        return rows[min(i, len(rows) - 1)][1] if rows else 0.0
+    (before_at, before), (after_at, after) = rows[i - 1], rows[i]
+    return before + (after - before) * (at - before_at) / (after_at - before_at)
+
+
+def rates_of(rows: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Requests/s in steps of 5 s between the first and the last read."""
+    if len(rows) < 2:
+        return []
+    steps = int((rows[-1][0] - rows[0][0]) // STEP_S)
+    starts = [rows[0][0] + i * STEP_S for i in range(steps)]
+    return [(start + STEP_S / 2, arrived(rows, start, start + STEP_S) / STEP_S) for start in starts]
+
+
 # --- the alarm -------------------------------------------------------------------------------------------------------
 
 
 def alarm_rows(evidence: Evidence) -> list[Row]:
     """Each announced alert fired in time, reached a person's channel, and resolved; nothing else paged."""
     rows = [row for alarm in evidence.alarms for row in rows_of_alarm(evidence, alarm)]
+    if evidence.drill.route_to is not None:
+        rows.append(Row("on_call_route", Verdict.SKIPPED, "the alarm goes its normal route",
+                        f"on-call route not proven: route_to sent it to {evidence.drill.route_to} alone"))
     unexpected = "; ".join(evidence.unexpected)
     verdict = Verdict.FAIL if unexpected else Verdict.PASS
     return [*rows, Row("nothing_unexpected", verdict, "no page that was not announced", unexpected or "none")]

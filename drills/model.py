@@ -122,6 +122,7 @@ class Drill:
     enabled: bool = True
     dry_run: bool = False
     echo: str | None = None  # URL of a receiver that tells what reached it
+    route_to: str | None = None  # the one channel that is told of what it announces; None: the normal route
     owner: str | None = None
 
 

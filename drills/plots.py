@@ -16,6 +16,7 @@ from drills.model import Request
 
 MOST_STEPS = 150  # points of a line: more of them nobody sees apart
 STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 21600, 86400)
+MOST_REPLICAS = 8
 MOST_GAPS = 20_000  # of one step are counted: its p99 needs no more
 GROWTH = 1.03  # a latency is counted by its size to 3 %
 MILLI = 1000.0
@@ -90,11 +91,16 @@ class Plot:
     css: str
 
 
+LINE_COLORS = ("#1a73e8", "#d93025", "#f29900", "#9334e6", "#12b5cb", "#e52592", "#795548", "#5f6368")
 Line = Sequence[tuple[float, float | None]]
 
 
-def plots(found: Course, window: tuple[float, float], limits_s: Mapping[str, float | None]) -> list[Plot]:
-    """TTFT, ITL, error rate and rate over the seconds from the injection."""
+def plots(found: Course, window: tuple[float, float], limits_s: Mapping[str, float | None],
+          replicas: Mapping[str, Sequence[tuple[float, float]]] | None = None) -> list[Plot]:
+    """TTFT, ITL, error rate and rate over the seconds from the injection.
+
+    `replicas`: the rate of each over time, as (unix seconds, requests/s); only the busiest are drawn.
+    """
     if not found.steps:
         return []
     steps = {n: found.steps.get(n, Step()) for n in range(min(found.steps), max(found.steps) + 1)}
@@ -115,9 +121,19 @@ def plots(found: Course, window: tuple[float, float], limits_s: Mapping[str, flo
     rates = {"sent": line(lambda s: s.sent / found.step_s),
              "answered well": line(lambda s: (s.sent - s.failed) / found.step_s)}
     drawn.append(("Rate at the user's address", "requests/s", rates, None))
+    by_replica: dict[str, Line] = {
+        name: [(at - window[0], rate) for at, rate in points] for name, points in busiest(replicas or {}) if points}
+    if by_replica:
+        drawn.append(("Rate per replica", "requests/s", by_replica, None))
     lasts_s = window[1] - window[0]
     return [_plot(f"plot-{i}", f"{title}, {unit}", lines, limit, lasts_s)
             for i, (title, unit, lines, limit) in enumerate(drawn)]
+
+
+def busiest(replicas: Mapping[str, Sequence[tuple[float, float]]]) -> list[tuple[str, Sequence[tuple[float, float]]]]:
+    """The replicas that got most, in the order of their names: more lines than these nobody tells apart."""
+    got = sorted(replicas, key=lambda name: -sum(rate for _, rate in replicas[name]))[:MOST_REPLICAS]
+    return [(name, replicas[name]) for name in sorted(got)]
 
 
 def _plot(identity: str, title: str, lines: Mapping[str, Line], limit: float | None, lasts_s: float) -> Plot:
@@ -126,7 +142,7 @@ def _plot(identity: str, title: str, lines: Mapping[str, Line], limit: float | N
     ys = [y for points in lines.values() for _, y in points if y is not None]
     xs = [x for points in lines.values() for x, _ in points]
     top = max([*ys, limit or 0.0, 1e-9]) * 1.05
-    colors = ("#9aa0a6", "#1a73e8", "#d93025") if len(lines) > 1 else ("#9aa0a6", "#d93025")
+    colors = ("#9aa0a6", *(LINE_COLORS[:len(lines)] if len(lines) > 1 else LINE_COLORS[1:2]))
     style = pygal.style.Style(
         background="transparent", plot_background="transparent", colors=(*colors, "#188038"), transition="none",
         font_family="system-ui, sans-serif", opacity=".22", opacity_hover=".22", guide_stroke_color="#8884",

@@ -66,6 +66,7 @@ class Record:
         """The verdict's rows and what they were made from."""
         built = msgspec.to_builtins(judgement)
         self.data |= {"rows": built["rows"], "times": built["times"], "impact": built["impact"],
+                      "replicas": built["replicas"],
                       "spans": {k: list(v) for k, v in spans.items()}, "samples": list(samples),
                       "transitions": list(transitions)}
         self.save()
@@ -87,8 +88,8 @@ def blank(run: str, definition: Mapping[str, Any], planned_at: float) -> dict[st
         "schema": SCHEMA, "run": run, "drill": dict(definition), "definition_hash": hash_of(definition),
         "started_by": "unknown", "due_at": None, "planned_at": planned_at, "started_at": None, "ended_at": None,
         "state": State.PLANNED, "verdict": Verdict.ABORTED, "why": UNFINISHED, "plan": None, "guards": [],
-        "timeline": [], "rows": [], "times": {}, "impact": {}, "spans": {}, "samples": [], "transitions": [],
-        "left": [], "tocsin": _version(),
+        "timeline": [], "rows": [], "times": {}, "impact": {}, "replicas": [], "spans": {}, "samples": [],
+        "transitions": [], "left": [], "tocsin": _version(),
     }
 
 

@@ -115,7 +115,7 @@ def _texts(value: Any) -> list[str]:
 
 def view(record: Map, folder: Path) -> dict[str, Any]:
     """All that the report says, as plain data, without secrets; `plots` stand apart, since they are our own."""
-    earlier = earlier_runs(record, folder)
+    earlier, replicas = earlier_runs(record, folder), _replicas(record)
     window = fault_window(record)
     is_over = instant(record.get("ended_at")) is not None
     counted = _counted(record, folder, window) if is_over and window is not None else None
@@ -127,7 +127,7 @@ def view(record: Map, folder: Path) -> dict[str, Any]:
         "guards": [dict(g) for g in _maps(record.get("guards"))],
         "evidence": [row for row in rows if row["name"] in EVIDENCE],
         "must_holds": [row for row in rows if row["name"] not in EVIDENCE],
-        "impact": _impact(record, counted), "findings": findings(record, rows),
+        "impact": _impact(record, counted), "replicas": replicas, "findings": findings(record, rows),
         "actions": actions(record, earlier), "comparison": [_summary(r) for r in [*earlier[-EARLIER_SHOWN:], record]],
         "reproduce": {"command": f"tocsin drill run {_map(record.get('drill')).get('name', UNKNOWN)}",
                       "definition": definition.as_written(_map(record.get("drill")))},
@@ -136,7 +136,7 @@ def view(record: Map, folder: Path) -> dict[str, Any]:
     plain: dict[str, Any] = escape.scrubbed(found)
     plain["plots"] = [] if counted is None or window is None else plots.plots(counted, window, {
         name: next((number(r["detail"].get("limit_s")) for r in rows if r["name"] == f"{name}_p99"), None)
-        for name in ("ttft", "itl")})
+        for name in ("ttft", "itl")}, {str(r["name"]): [(a, b) for a, b in r["rates"]] for r in replicas})
     return plain
 
 
@@ -311,6 +311,32 @@ def _impact(record: Map, counted: plots.Course | None) -> dict[str, Any]:
             "requests_in_all": None if counted is None else counted.requests}
 
 
+def _replicas(record: Map) -> list[dict[str, Any]]:
+    """What each replica got: shares by phase, and its rate over time; a point that is not two numbers is left out."""
+    found = []
+    for replica in _maps(record.get("replicas")):
+        points = replica.get("rates")
+        pairs = [(instant(p[0]), number(p[1])) for p in points if isinstance(p, list | tuple) and len(p) == 2] \
+            if isinstance(points, list | tuple) else []
+        found.append({"name": replica.get("name"), **{phase: number(replica.get(phase)) for phase in PHASES},
+                      "rates": [(at, rate) for at, rate in pairs if at is not None and rate is not None]})
+    return found
+
+
+def tickets(record: Map) -> list[str]:
+    """The tickets that fired while the drill ran, but those that it announced: no verdict, and worth a look."""
+    drill = _map(record.get("drill"))
+    announced = _texts(drill.get("expects")) or _texts(_map(record.get("plan")).get("expects"))
+    fired: dict[str, int] = {}
+    for t in _maps(record.get("transitions")):
+        rule = str(t.get("rule"))
+        if t.get("state") == "firing" and t.get("severity") == "ticket" and rule not in announced:
+            own = " (drill load)" if rule == "qps-change" and _map(drill.get("load")) else ""
+            text = f"ticket: {rule} on {t.get('subject')} fired meanwhile{own}"
+            fired[text] = fired.get(text, 0) + 1
+    return [text if times == 1 else f"{text}, {times} times" for text, times in fired.items()]
+
+
 def findings(record: Map, rows: Sequence[Map]) -> dict[str, list[str]]:
     """Went well, went badly, got lucky, and what nobody can tell. Each says only what a row says."""
     held = [r for r in rows if r["verdict"] == Verdict.PASS and r["name"] not in EVIDENCE]
@@ -323,6 +349,7 @@ def findings(record: Map, rows: Sequence[Map]) -> dict[str, list[str]]:
     if not rows and str(record.get("verdict")) not in (Verdict.SKIPPED, Verdict.DEFERRED):
         said["badly"].append(f"nothing could be judged: {record.get('why') or UNKNOWN}")
     said["badly"] += [f"left in the world: {x.get('what')}" for x in _maps(record.get("left"))]
+    said["badly"] += tickets(record)
     return {key: [*texts[:SHOWN_ROWS], *([f"and {len(texts) - SHOWN_ROWS} more"] if len(texts) > SHOWN_ROWS else [])]
             for key, texts in said.items()}
 

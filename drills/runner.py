@@ -178,6 +178,7 @@ class Run:
         if self.drill.load is not None:
             header = (self.drill.holds.degraded or {}).get("by", {}).get("header", "")
             headers = [str(header).partition(":")[0].strip()] if header else []
+            self.announce(())
             self.prober = prober.start(self.drill.load, self.folder, headers)
         self.pass_time("baseline", self.drill.baseline_s)
 
@@ -185,14 +186,19 @@ class Run:
         """The plan on disk, the announcement at the agent, the holder up; still nothing is touched."""
         assert self.plan is not None  # noqa: S101
         self.enter(State.ARMED, plan=msgspec.to_builtins(self.plan))
-        until = self.clock() + self.drill.for_s + self.drill.resolve_within_s
-        tell.announce(self.config.socket, self.run, self.drill, self.announced, until,
-                      tell.subjects_of(self.drill, self.config.node))
+        self.announce(self.announced)
         self.holder = holder.start(self.folder, self.drill.for_s + PROVE_WITHIN_S + HOLDER_GRACE_S + self.drain_s)
         self.ledger.note(holder=msgspec.to_builtins(self.holder.process_id))
         self.holder.wait_up(PROVE_WITHIN_S)
         if self.plan.restarts and self.drill.target.get("url"):
             self.way_back = watch.WayBack(str(self.drill.target["url"]), self.clock)
+
+    def announce(self, rules: Sequence[str]) -> None:
+        """Tell the agent what is to come: these alerts, and the prober's load. Raises Refused."""
+        drill = self.drill
+        lasts_s = drill.for_s + max(drill.resolve_within_s, drill.recovery_s) + (0.0 if rules else drill.baseline_s)
+        tell.announce(self.config.socket, self.run, drill, rules, self.clock() + lasts_s,
+                      tell.subjects_of(drill, self.config.node))
 
     def inject(self) -> tuple[bool, str]:
         """Put the fault in and prove it; INVALID where that cannot be done."""
@@ -366,8 +372,17 @@ class Run:
             ended_early=str(ended) if ended is not None and ended.early else None,
             aborted=str(ended) if ended is not None and not ended.early else None,
             left=[one.what for one in self.left], stale=silent, unexpected=self.unexpected,
+            arrivals=self.arrivals(),
             unwatched_restart=self.plan is not None and self.plan.restarts and not self.drill.target.get("url"),
             slo_availability=self.config.slo.availability, slo_window_s=self.config.slo.window)
+
+    def arrivals(self) -> Mapping[str, Sequence[tuple[float, float]]]:
+        """What arrived at each replica since the baseline, as the agent counts it; nothing where it is silent."""
+        try:
+            told = client.ask(self.config.socket, f"/traffic?since={self.span('baseline')[0]}")
+            return {str(name): [(float(at), float(count)) for at, count in rows] for name, rows in told.items()}
+        except (client.NotRunning, client.AgentError, TypeError, ValueError, AttributeError):
+            return {}
 
     def span(self, phase: str) -> tuple[float, float]:
         """From when to when a phase lasted; an empty one where it was not reached."""

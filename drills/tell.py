@@ -35,8 +35,12 @@ def subjects_of(drill: Drill, node: str | None) -> list[str] | None:
 
 def announce(socket: Path, run: str, drill: Drill, rules: Sequence[str], until: float,
              subjects: Sequence[str] | None = None) -> None:
-    """Say which alerts this drill will cause, until when, on what. Raises Refused: the page would not say DRILL."""
-    told = {"run": run, "drill": drill.name, "rules": list(rules), "until": until, "subjects": subjects}
+    """Say which alerts this drill will cause (none yet: that its prober asks), until when, on what.
+
+    Raises Refused: the page would not say DRILL, or there is no channel that it should go to.
+    """
+    told = {"run": run, "drill": drill.name, "rules": list(rules), "until": until, "subjects": subjects,
+            "loads": drill.load is not None, "route_to": drill.route_to}
     try:
         client.ask(socket, "/drills/announce", "POST", told)
     except SILENT as error:

@@ -11,6 +11,7 @@ import pytest
 from agent.model import (
     Alert,
     AlertMessage,
+    Announcement,
     Batch,
     Book,
     EngineFacts,
@@ -674,7 +675,7 @@ def test_an_announced_alert_says_first_that_it_is_a_drill() -> None:
     here = node()
     down = tuple(Sample(name, "llama", value, 100.0) for name, value in (("down", 1.0), ("slow", 0.0), ("rung", 0.0)))
     here.learned.targets["llama"] = {"first_seen_at": 0.0, "ever_up": True, "engines": ["llama"]}
-    here.announce("run-1", "process-kill", ["engine-down"], 101040.0 + 86400.0)  # 1970-01-03 04:04 UTC
+    here.announce(Announcement("run-1", "process-kill", ("engine-down",), 101040.0 + 86400.0))  # 1970-01-03 04:04 UTC
     transitions = []
     for at in (100.0, 105.0, 110.0):
         here.take(Batch("engine:llama", at, 0.0, tuple(s._replace(at=at) for s in down)))
@@ -694,8 +695,47 @@ def test_a_real_outage_while_another_engine_is_drilled_is_no_drill(subjects: lis
     """The other engine died by itself in the middle of a drill, its page said DRILL, and nobody came."""
     here = node()
     alert = Alert("engine-down", "llama/0", "firing", "page", 0.0, None, 0.0)
-    here.announce("run-1", "process-kill", ["engine-down"], 1000.0, subjects)
+    named = None if subjects is None else tuple(subjects)
+    here.announce(Announcement("run-1", "process-kill", ("engine-down",), 1000.0, named))
     assert here.annotations(alert)["summary"].startswith("DRILL") is is_drill
+
+
+def test_arrivals_that_a_drills_prober_brings_say_so() -> None:
+    """qps-change opened a ticket at each drill, and somebody went to look where the users came from."""
+    here = node()
+    alert = Alert("qps-change", "llama", "firing", "ticket", 0.0, 0.8, 0.5)
+    here.announce(Announcement("run-1", "monthly-loss", (), 1000.0, loads=True))
+    assert here.annotations(alert)["summary"].endswith("(drill load of monthly-loss)")
+    here.end_announcement("run-1")
+    assert "drill load" not in here.annotations(alert)["summary"]
+
+
+def test_what_is_routed_to_one_channel_is_told_to_all_when_the_drill_is_over_and_it_fires_on() -> None:
+    """The drill's page went to the test channel; the engine stayed down after the drill, and on-call never heard."""
+    here = node()
+    here.book = Book({("engine-down", "llama"): Alert("engine-down", "llama", "firing", "page", 0.0, None, 0.0)})
+    here.announce(Announcement("run-1", "process-kill", ("engine-down",), 1000.0, route_to="webhook-2"))
+
+    assert here.message(here.book.alerts[("engine-down", "llama")]).annotations["route_to"] == "webhook-2"
+    assert here.no_longer_diverted() == []
+    here.end_announcement("run-1")
+    (told,) = here.no_longer_diverted()
+    assert (told.labels, told.status, "route_to" in told.annotations) == ({}, "firing", False)
+    assert here.no_longer_diverted() == []  # once
+
+
+def test_arrivals_of_an_engine_are_its_first_tokens_and_what_waits() -> None:
+    """10, then 14 first tokens with 2 that wait: 16 have arrived; a restart counts on."""
+    here = node()
+    here.learned.targets["llama"] = {"first_seen_at": 0.0, "ever_up": True, "engines": ["llama"]}
+    for at, first_tokens, waiting in ((100.0, 10.0, 0.0), (105.0, 14.0, 2.0), (110.0, 3.0, 0.0)):
+        here.take(Batch("engine:llama", at, 0.0, (Sample("ttft", "llama", first_tokens, at, "count"),
+                                                  Sample("waiting", "llama", waiting, at))))
+    here.step(111.0, 5.0)
+
+    rows = here.traffic(0.0)["llama"]
+    assert [(at, count - rows[0][1]) for at, count in rows] == [(100.0, 0.0), (105.0, 6.0), (110.0, 7.0)]
+    assert [at for at, _ in here.traffic(105.0)["llama"]] == [105.0, 110.0]
 
 
 def test_what_a_prober_counts_at_the_users_address_is_judged_while_it_tells() -> None:

@@ -582,7 +582,10 @@ notify:
   - pagerduty: {{routing_key_file: /run/secrets/pagerduty}}
 """
     config = config_of(tmp_path, text)
-    routes, missing = build_channels(config, Needs(list, lambda: True), channel_names(config, {}))
+    fires = [AlertMessage("d", "firing", "page", LABELS, {"route_to": "webhook-2"}, NOW), message()]
+    routes, missing = build_channels(config, Needs(lambda: fires, lambda: True), channel_names(config, {}))
+    assert isinstance(routes[0].channel, Alertmanager)
+    assert routes[0].channel._wanted([]) == fires[1:]  # what Alertmanager is told again and again
     assert [route.channel.name for route in routes] == ["alertmanager", "webhook", "webhook-2", "heartbeat"]
     assert (routes[0].channel.min_visible_s, routes[0].channel.batch) == (10.0, 64)
     (sentence,) = missing
@@ -596,6 +599,8 @@ notify:
         ("webhook", page),
         ("webhook-2", page),
     ]
+    diverted = AlertMessage("d", "firing", "page", LABELS, {"route_to": "webhook-2"}, NOW)
+    assert owed_to(routes, [diverted]) == [("webhook-2", diverted)]  # a drill's own channel: nobody else is woken
     with pytest.raises(TryLater, match="environment variable NO_SUCH_VARIABLE is not set"):
         routes[3].channel.pulse(NOW, [])
     secret.write_text("")

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agent import client, sdnotify
-from agent.model import Alert, Book, Signal, SignalSpec, Why
+from agent.model import Alert, Announcement, Book, Signal, SignalSpec, Why
 from agent.signals import SIGNALS
 from agent.web.app import PRIVATE, PUBLIC, allowed_hosts, host_name, make_app
 from agent.web.metrics import SourceStat, metric_name
@@ -101,9 +101,13 @@ class FakeView:
     def take_user(self, address: str, counted: Mapping[str, Any]) -> None:
         self.told.append(("user", address, counted["requests"], counted["errors"]))
 
-    def announce(self, run: str, drill: str, rules: Sequence[str], until: float,
-                 subjects: Sequence[str] | None = None) -> None:
-        self.told.append(("announce", run, drill, list(rules), until, subjects))
+    def announce(self, told: Announcement) -> None:
+        if told.route_to == "nobody":
+            raise LookupError("there is no channel 'nobody' to route to")
+        self.told.append(("announce", told))
+
+    def traffic(self, since: float) -> dict[str, list[tuple[float, float]]]:
+        return {"llama": [(at, count) for at, count in ((NOW - 10, 3.0), (NOW - 5, 8.0)) if at >= since]}
 
     def end_announcement(self, run: str) -> None:
         self.told.append(("end", run))
@@ -218,7 +222,7 @@ def test_drilld_and_its_prober_are_heard_on_the_socket_alone(view: FakeView, uni
     """An announcement, what users got, and an orphan arrive as they were said; the network may say none of it."""
     path = Path(unix.address)
     told = {"run": "run-1", "drill": "process-kill", "rules": ["engine-down"], "until": NOW + 600,
-            "subjects": ["llama"]}
+            "subjects": ["llama"], "loads": True, "route_to": "webhook"}
 
     client.ask(path, "/drills/announce", "POST", told)
     client.ask(path, "/user", "POST", {"address": "llm.internal", "requests": 100, "errors": 3, "ttft": {"0.5": 97}})
@@ -226,14 +230,24 @@ def test_drilld_and_its_prober_are_heard_on_the_socket_alone(view: FakeView, uni
     client.ask(path, "/drills/tell", "POST", orphan)
     client.ask(path, "/drills/end?run=run-1", "POST")
 
-    assert view.told == [("announce", "run-1", "process-kill", ["engine-down"], NOW + 600, ["llama"]),
+    said = Announcement("run-1", "process-kill", ("engine-down",), NOW + 600, ("llama",), True, "webhook")
+    assert view.told == [("announce", said),
                          ("user", "llm.internal", 100, 3), ("tell", "drill_orphaned", "run-1", "a table is left"),
                          ("end", "run-1")]
     assert all(fetch(tcp, url, "POST")[0] == 404 for url in ("/user", "/drills/announce", "/drills/tell"))
 
 
+def test_drilld_asks_where_the_traffic_went(unix: Server) -> None:
+    """Arrivals of each engine, as its page counted them, from a time on."""
+    assert client.ask(Path(unix.address), f"/traffic?since={NOW - 7}") == {"llama": [[NOW - 5, 8.0]]}
+    with pytest.raises(client.AgentError, match="unix seconds"):
+        client.ask(Path(unix.address), "/traffic?since=noon")
+
+
 @pytest.mark.parametrize(("url", "body", "said"), [
-    ("/drills/announce", {"run": "x"}, "until"), ("/user", {"address": "x"}, "requests"), ("/user", [], "requests"),
+    ("/drills/announce", {"run": "x"}, "until"),
+    ("/drills/announce", {"run": "x", "drill": "d", "rules": [], "until": 1, "route_to": "nobody"}, "no channel"),
+    ("/user", {"address": "x"}, "requests"), ("/user", [], "requests"),
     ("/drills/tell", {"signal": "queue_age", "subject": "x"}, "drill_orphaned"),
 ])
 def test_what_drilld_says_wrongly_is_refused_by_name(unix: Server, url: str, body: Any, said: str) -> None:

@@ -17,7 +17,7 @@ from agent.config import (
     WebhookConfig,
     read_secret,
 )
-from agent.model import AlertMessage, Severity, TryLater
+from agent.model import ROUTE, AlertMessage, Severity, TryLater
 from agent.notifiers.alertmanager import Alertmanager
 from agent.notifiers.channel import Channel
 from agent.notifiers.heartbeat import Heartbeat
@@ -48,7 +48,9 @@ Build = Callable[[str, NotifyConfig, Needs], Channel]
 def _alertmanager(name: str, item: NotifyConfig, needs: Needs) -> Channel:
     config = item.alertmanager
     assert config is not None  # noqa: S101  (the table below is keyed by it)
-    return Alertmanager(name, config.urls, needs.firing, config.resend, config.min_visible)
+    # It is told again and again of what fires: not of what a drill had routed to another channel.
+    return Alertmanager(name, config.urls, lambda: [m for m in needs.firing() if _is_for(m, name)], config.resend,
+                        config.min_visible)
 
 
 def _webhook(name: str, item: NotifyConfig, needs: Needs) -> Channel:
@@ -120,7 +122,13 @@ def build_channels(config: Config, needs: Needs, names: Mapping[str, str]) -> tu
 
 def owed_to(routes: Sequence[Route], messages: Iterable[AlertMessage]) -> list[tuple[str, AlertMessage]]:
     """Who must be told what, as Store.commit_tick takes it."""
-    return [(route.channel.name, m) for m in messages for route in routes if m.severity in route.severities]
+    return [(route.channel.name, m) for m in messages for route in routes
+            if m.severity in route.severities and _is_for(m, route.channel.name)]
+
+
+def _is_for(message: AlertMessage, channel: str) -> bool:
+    """Whether a channel is told; a drill may have its alerts told to one alone, so that no other is woken."""
+    return message.annotations.get(ROUTE, channel) == channel
 
 
 def _address(config: WebhookConfig | HeartbeatConfig) -> Callable[[], str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 import structlog
 
-from agent.model import Book, Signal, SignalSpec
+from agent.model import Announcement, Book, Signal, SignalSpec
 from agent.strict import Unfit, duration_s
 from agent.web.metrics import SourceStat, make_renderer
 
@@ -70,9 +70,11 @@ class View(Protocol):
     def take_user(self, address: str, counted: Mapping[str, Any]) -> None:
         """What a prober has counted so far at an address that users use."""
 
-    def announce(self, run: str, drill: str, rules: Sequence[str], until: float,
-                 subjects: Sequence[str] | None = None) -> None:
-        """A drill says which alerts it will cause, and on what; None: on anything."""
+    def announce(self, told: Announcement) -> None:
+        """A drill says which alerts it will cause, and on what. Raises LookupError: no channel of that name."""
+
+    def traffic(self, since: float) -> dict[str, list[tuple[float, float]]]:
+        """Requests that arrived at each engine since a time: (unix seconds, count so far)."""
 
     def end_announcement(self, run: str) -> None:
         """The drill is over."""
@@ -240,15 +242,21 @@ def _user(request: Request) -> Reply:
 
 
 def _announce(request: Request) -> Reply:
-    told = request.body()
     try:
-        run, drill, until = str(told["run"]), str(told["drill"]), float(told["until"])
-        rules, named = [str(rule) for rule in told["rules"]], told.get("subjects")
-        subjects = None if named is None else [str(subject) for subject in named]
-    except (TypeError, KeyError, ValueError):
-        raise BadRequest('send {"run", "drill", "rules": […], "until": unix seconds, "subjects": […]}') from None
-    request.view.announce(run, drill, rules, until, subjects)
+        told = msgspec.convert(request.body(), Announcement)
+        request.view.announce(told)
+    except (msgspec.ValidationError, LookupError) as fault:
+        raise BadRequest(f'{fault}; send {{"run", "drill", "rules": […], "until": unix seconds, "subjects": […],'
+                         ' "loads", "route_to": a channel}') from None
     return _json({"ok": True})
+
+
+def _traffic(request: Request) -> Reply:
+    since = request.query.get("since", "0")
+    try:
+        return _json(request.view.traffic(float(since)))
+    except ValueError:
+        raise BadRequest(f"since={since}: write unix seconds") from None
 
 
 def _end_announcement(request: Request) -> Reply:
@@ -284,6 +292,7 @@ PRIVATE: Routes = {
     "/transitions": {"GET": _transitions},
     "/nvml/release": {"POST": _release},
     "/nvml/reopen": {"POST": _reopen},
+    "/traffic": {"GET": _traffic},
     "/user": {"POST": _user},
     "/drills/announce": {"POST": _announce},
     "/drills/end": {"POST": _end_announcement},

@@ -64,8 +64,10 @@ def test_a_drill_as_its_owner_writes_it(tmp_path: Path) -> None:
             degraded: {within: 2s, by: {model: small}}, retry_storm: false}
     params: {share: 30%, direction: both, peer: {netns: /run/netns/router}}
     dry_run: true
+    route_to: webhook
     echo: "http://127.0.0.1:9000/echo"
     owner: serving
+notify: [{webhook: {url: "http://127.0.0.1:9000/hook"}}]
 """,
         tmp_path,
     )
@@ -85,6 +87,7 @@ def test_a_drill_as_its_owner_writes_it(tmp_path: Path) -> None:
     assert found.params == {"share": 0.3, "direction": "both", "peer": {"netns": "/run/netns/router"}}
     assert found.expects == ("user-ttft-p99",)
     assert (found.enabled, found.dry_run, found.owner) == (True, True, "serving")
+    assert found.route_to == "webhook"
     assert found.echo == "http://127.0.0.1:9000/echo"
     assert found.target == {
         "engine": "llama",
@@ -146,6 +149,7 @@ def test_each_fault_gets_its_own_numbers(text: str, params: object, target: dict
         (f"fault: process-kill, target: {{port: 8000}}, {LOAD}, params: {{share: 10%}}", "takes no share; remove it"),
         (f"fault: packet-loss, target: {{port: 8000}}, {LOAD}, params: {{leave: 1GiB}}", "it takes share, direction"),
         (f"fault: upstream-timeout, target: {{port: 1}}, {LOAD}, params: {{status: 503}}", "write mode: status"),
+        (f"fault: process-kill, target: {{port: 8000}}, {LOAD}, route_to: slack", "no channel 'slack' is under notify"),
         (f"fault: process-kill, target: {{port: 8000}}, {LOAD}, expects: [engine-donw]", "did you mean engine-down?"),
     ],
 )
@@ -219,7 +223,7 @@ def test_a_fault_just_long_enough(tmp_path: Path) -> None:
         ("fault: packet-loss, target: {port: 8000}", "no signal can see packet-loss: an engine's own latency begins"),
         (f"fault: upstream-timeout, target: {{port: 1}}, {LOAD}, expects: [ttft-p99]", "ttft-p99 cannot see upstream"),
         (f"fault: process-kill, target: {{port: 9}}, {LOAD}", "at port 9: the agent watches no engine there"),
-        ("fault: engine-hang, target: {port: 8000}", "no signal can see a hung core without work in flight"),
+        ("fault: engine-hang, target: {port: 8000}", "no signal can see a hung engine without work in flight"),
     ],
 )
 def test_a_fault_that_no_signal_can_see(text: str, said: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drills.judge import Alarm, Counts, Delivery, Evidence, Restart, binomial_tail, judge, k_of_n
+from drills.judge import Alarm, Counts, Delivery, Evidence, Restart, arrived, binomial_tail, judge, k_of_n
 from drills.model import Drill, Holds, Load, Outcome, Request, Row, Verdict
 
 PASS, FAIL, UNSURE, UNKNOWN = Verdict.PASS, Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.SKIPPED
@@ -299,6 +299,19 @@ def counts(ratio: Callable[[float], float]) -> Counts:
 def test_retry_storm(story: str, told: Counts, want: Verdict) -> None:
     """The fault was over and the retries kept the service down for an hour."""
     assert rows_of(replace(GOOD, counts=told))["no_retry_storm"].verdict is want, story
+
+
+def test_a_diverted_page_proves_nothing_of_on_call() -> None:
+    """The drill's page went to a test channel for a year; on the day, on-call's own route was broken."""
+    row = rows_of(replace(GOOD, drill=replace(GOOD.drill, route_to="webhook-2")))["on_call_route"]
+    assert (row.verdict, row.got) == (UNKNOWN, "on-call route not proven: route_to sent it to webhook-2 alone")
+
+
+def test_arrivals_between_two_reads_are_spread() -> None:
+    """Read at 0 s (10), 5 s (20) and 15 s (20): 4 in [1, 3], none after 5 s; beyond the reads nothing is known."""
+    rows = [(0.0, 10.0), (5.0, 20.0), (15.0, 20.0)]
+    assert [arrived(rows, *span) for span in ((1.0, 3.0), (5.0, 15.0), (-50.0, 99.0), (20.0, 30.0))] == [4, 0, 10, 0]
+    assert [arrived([], 0.0, 9.0), arrived([(3.0, 7.0)], 0.0, 9.0)] == [0, 0]
 
 
 def test_a_router_that_restarts_is_no_storm() -> None:

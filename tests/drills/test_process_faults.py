@@ -94,9 +94,9 @@ def test_a_hung_core(tmp_path: Path, stub: Engine) -> None:
     ("part", "stopped"), [("core", {"core"}), ("api", {"page"}), ("main", {"page"}), ("all", {"page", "core"})]
 )
 def test_parts(tmp_path: Path, stub: Engine, part: str, stopped: set[str]) -> None:
-    """A hung core is engine-stuck, for the page goes on answering; a hung page is engine-down."""
+    """Whatever hangs, the port accepts: engine-stuck, and never engine-down, which no drill could have proven."""
     plan = planned(HANG, stub, part)
-    assert plan.expects == (("engine-stuck",) if part == "core" else ("engine-down",))
+    assert plan.expects == ("engine-stuck",)
     started = held(tmp_path, plan)
     states = {"page": proc.threads(stub.page.pid), "core": proc.threads(stub.core.pid)}
     assert {name for name, seen in states.items() if set(seen.values()) == {"t"}} == stopped
@@ -138,7 +138,6 @@ def test_the_real_parent_sees_a_death(tmp_path: Path) -> None:
     """The kubelet kills the hung engine; its parent waited for it for ever, since the tracer had the news."""
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
         plan = HANG.plan(Drill("d", "engine-hang", target={"pid": process.pid}), RUN)
-        assert plan.expects == ("engine-down",)
         started = held(tmp_path, plan)
         process.kill()
         assert process.wait(0.5) == -signal.SIGKILL

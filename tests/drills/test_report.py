@@ -62,6 +62,13 @@ def requests(at: float) -> list[Request]:
     return found
 
 
+def arrivals(at: float) -> dict[str, list[tuple[float, float]]]:
+    """5/s shared by two replicas, read every 5 s; the killed one gets nothing while the fault lasts."""
+    killed = [(at + s, 1000.0 + 2.5 * (min(s, 0) + max(s - 300, 0))) for s in range(-120, 401, 5)]
+    other = [(at + s, 50.0 + 2.5 * s + 2.5 * min(max(s, 0), 300)) for s in range(-120, 401, 5)]
+    return {"llama-a": killed, "llama-b": other}
+
+
 def evidence(at: float, delivered_at: float | None) -> Evidence:
     """Of one run, injected at `at`."""
     alarm = Alarm(RULE, 30.0, True, at + 5, at + 35, delivered_at, at + 320)
@@ -69,7 +76,7 @@ def evidence(at: float, delivered_at: float | None) -> Evidence:
     return Evidence(DRILL, (at - 120, at), (at, at + 300), (at + 300, at + 400), 0.5, 0.15, True,
                     "process 4242 ended by signal 9; 1 of 1 gone", requests(at), alarms=[alarm],
                     delivery=Delivery(True, 1.0, 0.0), restart=back,
-                    counts=Counts([(at + s, 5.0 * s, 5.0 * s) for s in range(-120, 400)]),
+                    arrivals=arrivals(at), counts=Counts([(at + s, 5.0 * s, 5.0 * s) for s in range(-120, 400)]),
                     slo_availability=0.999, slo_window_s=30 * 86400.0)  # fmt: skip
 
 
@@ -147,7 +154,7 @@ def test_every_block_that_is_asked_for(runs: tuple[Path, Path]) -> None:
     assert found["schema"] == 1
     assert found.keys() == {
         "schema", "header", "hypothesis", "left", "blast", "proof", "timeline", "times", "guards", "evidence",
-        "must_holds", "impact", "findings", "actions", "comparison", "reproduce", "samples", "transitions",
+        "must_holds", "impact", "replicas", "findings", "actions", "comparison", "reproduce", "samples", "transitions",
     }  # fmt: skip
     assert [(row["what"], row["offset_s"]) for row in found["timeline"]] == [
         ("fault injected", 0.0), ("target down", 0.4), ("fault proven", 1.0), ("first user-visible error", 1.0),
@@ -251,7 +258,8 @@ def test_there_is_a_report_at_every_moment(tmp_path: Path) -> None:
 
 def test_a_killed_run_has_its_plots(runs: tuple[Path, Path], tmp_path: Path) -> None:
     """heal finishes the record of a run that never judged: its requests and its timeline are there all the same."""
-    killed = {**record_of(runs[1]), "spans": {}, "rows": [], "transitions": [], "verdict": "ABORTED", "times": {}}
+    never = {"spans": {}, "rows": [], "transitions": [], "times": {}, "replicas": []}
+    killed = {**record_of(runs[1]), **never, "verdict": "ABORTED"}
     folder = tmp_path / LATER
     folder.mkdir()
     (folder / "requests.jsonl").write_bytes((runs[1] / "requests.jsonl").read_bytes())
@@ -512,7 +520,7 @@ def test_the_page_stands_alone(runs: tuple[Path, Path]) -> None:
     """The report of a dead router was opened behind the dead router, and its plots came from a CDN."""
     text = (runs[1] / "report.html").read_text()
     page = Page(text)
-    assert page.tags.count("svg") == 4
+    assert page.tags.count("svg") == 5
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
     names = {name for name, _ in page.attributes}
     assert not {"src", "href", "xlink:href", "style", "srcset", "action"} & names
@@ -598,6 +606,32 @@ def test_a_long_run_has_no_more_points_than_eyes_can_see() -> None:
     assert sum(len(p.svg) + len(p.css) for p in drawn) < 100_000
 
 
+def test_where_the_traffic_went(runs: tuple[Path, Path]) -> None:
+    """Half each, then all to the one that lived, then half each; 2.5/s is 2.5/s in each step of 5 s."""
+    told = {r["name"]: r for r in read(runs[1])["replicas"]}
+    shares = {name: [told[name][phase] for phase in ("before", "during", "after")] for name in told}
+    assert shares == {"llama-a": [0.5, 0.0, 0.5], "llama-b": [0.5, 1.0, 0.5]}
+    assert [rate for at, rate in told["llama-b"]["rates"] if T + 50 < at < T + 60] == [5.0, 5.0]
+    assert len(told["llama-a"]["rates"]) == 104
+    assert (runs[1] / "report.html").read_text().count(">Rate per replica, requests/s<") == 1
+
+
+def test_tickets_meanwhile_are_findings(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """No verdict hangs on them; that more arrived was the drill's own doing, and says so. What it announced is none."""
+    record = record_of(runs[1])
+    record["transitions"] += [
+        {"id": 20 + i, "at": T + 40 + i, "state": state, "rule": rule, "subject": "llama", "severity": severity}
+        for i, (state, rule, severity) in enumerate([
+            ("firing", "qps-change", "ticket"), ("firing", "gpu-temperature", "ticket"),
+            ("resolved", "gpu-temperature", "ticket"), ("firing", "gpu-temperature", "ticket"),
+            ("pending", "queue-age", "ticket"), ("firing", RULE, "ticket")])]
+    written(tmp_path / "tickets", record)
+    badly = read(tmp_path / "tickets")["findings"]["badly"]
+    assert [text for text in badly if text.startswith("ticket")] == [
+        "ticket: qps-change on llama fired meanwhile (drill load)",
+        "ticket: gpu-temperature on llama fired meanwhile, 2 times"]
+
+
 def test_no_requests_no_plots() -> None:
     """A drill without load."""
     assert plots.plots(plots.course([], (0, 1), (0, 1)), (0, 1), {}) == []
@@ -622,7 +656,7 @@ def test_in_chromium(runs: tuple[Path, Path], tmp_path: Path) -> None:
     need("chromium")
     built, console = browse(runs[1] / "report.html", tmp_path / "profile")
     assert console == []
-    assert built.count("<svg") == 4
+    assert built.count("<svg") == 5
     assert built.count("</table>") == (runs[1] / "report.html").read_text().count("</table>")
     bad = tmp_path / "bad.html"
     bad.write_text((runs[1] / "report.html").read_text().replace("</body>", "<script>1</script></body>"))
