@@ -92,7 +92,7 @@ def _each_line(path: Path, understood: Callable[[bytes], _T]) -> Iterator[_T]:
         raise BadRecording(f"{path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
         what = f"{path}:{line_no}: not a line of a recording ({error})"
-        raise BadRecording(f"{what}; `tocsin record` makes one") from None
+        raise BadRecording(f"{what}; `tocsin record` makes one, plain or gzip") from None
 
 
 def _row(line: bytes) -> Row:

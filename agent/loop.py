@@ -393,6 +393,12 @@ class Agent:
         source.reopen()
         return {"reopened": True}
 
+    def gpu_processes(self) -> dict[int, int] | None:
+        """Bytes of GPU memory by pid; None where nobody can tell."""
+        source: Any = self._nvml()
+        found: dict[int, int] | None = None if source is None else source.processes()
+        return found
+
     def _nvml(self) -> Source | None:
         slot = self.collector.slots.get("nvml")
         return None if slot is None else slot.source

@@ -165,6 +165,7 @@ def run_here(path: Path | None, settings_: Config, drill: Drill, accept_unknown_
     """Run a drill in this process."""
     import getpass
     import time
+    import traceback
 
     from drills import daemon, runner, schedule
 
@@ -177,6 +178,9 @@ def run_here(path: Path | None, settings_: Config, drill: Drill, accept_unknown_
         fail(f"there is a run {run} already; start it a second later")
     except OSError as error:
         fail(f"{error.filename or daemon.root_of(settings_)}: {error.strerror}; drills need root, or their own user")
+    except Exception:  # of ours: its record says ABORTED or ORPHANED, and what it left is looked for at once
+        traceback.print_exc()
+        daemon.heal_all(settings_)
     return folder
 
 

@@ -20,7 +20,7 @@ import requests
 from agent import client
 from agent.config import Config, DrillGuards
 from agent.strict import duration_s
-from drills import cron, lock
+from drills import cron, lock, watch
 from drills.faults import packet_loss
 from drills.ledger import LEDGER
 from drills.model import Drill, Plan
@@ -348,14 +348,17 @@ def collect(
 
 def collect_during(config: Config, stale_s: float) -> DuringFacts:
     """Everything that `during` judges by. `stale_s`: since the agent last answered. Asks it once; never raises."""
-    checked = _found(lambda: _mapping(client.ask(config.socket, "/check")))
+    lever = _found(lambda: lever_of(config.drill_guards.lever_file))
+    # Somebody pulled the lever: an agent that hangs is not waited for.
+    checked: Fact[Mapping[str, Any]] = Fact(unknown="not asked") if lever.value else _found(
+        lambda: _mapping(client.ask(config.socket, "/check")))
     replicas = len(config.engines)
     return DuringFacts(
         limits=config.drill_guards,
         replicas=replicas,
         stale_s=stale_s,
         stale_limit_s=stale_limit_s(config),
-        lever=_found(lambda: lever_of(config.drill_guards.lever_file)),
+        lever=lever,
         healthy=_then(checked, lambda told: replicas - len(down_in(told))).value,
         budget=_then(checked, lambda told: budget_of(told, config.slo.window)).value,
     )
@@ -432,14 +435,14 @@ def alertmanagers(config: Config) -> list[str]:
 def pages_at(url: str) -> list[str]:
     """The pages that one Alertmanager knows of, muted ones too: somebody muted them because something is wrong.
 
-    Raises requests.RequestException, ValueError, LookupError, TypeError.
+    Raises as watch.pages_at does.
     """
-    answer = requests.get(f"{url}/api/v2/alerts", params={"filter": 'severity="page"'}, timeout=ANSWER_S)
-    answer.raise_for_status()
-    return [
-        f"{labels.get('rule') or labels['alertname']} on {labels.get('subject', 'something')}"
-        for labels in (alert["labels"] for alert in answer.json())
-    ]
+    return [page_text(labels) for labels in watch.pages_at(url)]
+
+
+def page_text(labels: Mapping[str, str]) -> str:
+    """An alert of anybody's by its labels, in words."""
+    return f"{labels.get('rule') or labels['alertname']} on {labels.get('subject', 'something')}"
 
 
 def healthy_engines(config: Config) -> int:

@@ -15,6 +15,7 @@ import structlog
 from drills import proc
 from drills.ledger import LEDGER, Entry, Ledger, last_state, plan_of, process_of, read, run_folders
 from drills.model import Left, State
+from drills.strays import heal_strays
 from drills.undo import undo_plan, wait_unheld
 
 log = structlog.get_logger()
@@ -27,6 +28,8 @@ _OVER = frozenset({State.REPORTED, State.SKIPPED, State.DEFERRED})
 
 def heal(root: Path, *, finish: Callable[[Path, list[Entry], list[Left]], None]) -> list[Left]:
     """End and undo every run under `<state_dir>/drills/runs` that is not known to be clean; a live one is ended first.
+
+    And what of ours is in the world without a ledger, by its tags.
 
     `finish` is called for each of them with what is left, to write its report. What could not be undone is returned,
     with the commands that do it. Never raises for a single run: the others are waiting.
@@ -48,7 +51,7 @@ def heal(root: Path, *, finish: Callable[[Path, list[Entry], list[Left]], None])
             log.exception("heal_report_failed", run=folder.name)
         if not left:
             _note_healed(folder)  # last: one who is killed before it leaves the report to the next
-    return remaining
+    return remaining + heal_strays()
 
 
 def is_clean(entries: Sequence[Entry]) -> bool:

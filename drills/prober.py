@@ -32,14 +32,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import UTC
-from email.utils import parsedate_to_datetime
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from agent.retry_after import retry_after_s
 from drills.completion import Attempt, Client, OwnFault
 from drills.model import Load, Outcome, Refused, Request
 
@@ -262,20 +261,10 @@ class Sender:
         if number > self._load.retries or got.outcome not in RETRIED:
             return None
         backoff_s = min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (number - 1)) * (1 - 0.25 * self._random.random())
-        return max(backoff_s, retry_after_s(got.retry_after, self._unix(got.ended)))
+        return max(backoff_s, retry_after_s(got.retry_after, self._unix(got.ended)) or 0.0)
 
     def _unix(self, monotonic_s: float) -> float:
         return round(self._epoch + monotonic_s, 6)
-
-
-def retry_after_s(text: str | None, now: float) -> float:
-    """Seconds that a Retry-After asks for, in either of its forms; 0 where it asks for nothing."""
-    with contextlib.suppress(ValueError, TypeError):
-        return max(0.0, float(text or 0))
-    with contextlib.suppress(ValueError, TypeError):
-        until = parsedate_to_datetime(text or "")
-        return max(0.0, (until if until.tzinfo else until.replace(tzinfo=UTC)).timestamp() - now)
-    return 0.0
 
 
 # The child.

@@ -82,9 +82,11 @@ class Run:
         self.wake = threading.Event()  # somebody pages, or the run is to stop
         self.stop_why = ""
         self.agent = watch.AgentWatch(config.socket, self.wake.set)
+        self.elsewhere = watch.PagesElsewhere(guards.alertmanagers(config), config.node, self.wake.set)
         self.prober: prober.Prober | None = None
         self.holder: holder.Holder | None = None
         self.way_back: watch.WayBack | None = None
+        self.gpu_memory = watch.GpuMemory(lambda: watch.gpu_holders(config.socket), clock)
         self.plan: Plan | None = None
         self.spans: dict[str, list[float]] = {}
         self.failed_before: float | None = None
@@ -141,6 +143,7 @@ class Run:
             self.agent.start()
         except (client.NotRunning, client.AgentError) as error:
             raise Refused(str(error)) from None
+        self.elsewhere.start()
         self.failed_before = watch.failed_notifications(guards.alertmanagers(self.config))
         self.group_wait_s = watch.group_wait_s(guards.alertmanagers(self.config))
 
@@ -190,6 +193,8 @@ class Run:
         self.holder = holder.start(self.folder, self.drill.for_s + PROVE_WITHIN_S + HOLDER_GRACE_S + self.drain_s)
         self.ledger.note(holder=msgspec.to_builtins(self.holder.process_id))
         self.holder.wait_up(PROVE_WITHIN_S)
+        if self.plan.restarts:
+            self.gpu_memory.before(one["pid"] for one in self.plan.facts.get("victims", ()))
         if self.plan.restarts and self.drill.target.get("url"):
             self.way_back = watch.WayBack(str(self.drill.target["url"]), self.clock)
 
@@ -208,6 +213,7 @@ class Run:
         self.enter(State.INJECTING)
         if self.way_back is not None:
             self.way_back.start()
+            self.gpu_memory.start()
         self.spans["fault"] = [self.clock(), self.clock()]
         try:
             injected_at = self.holder.inject(PROVE_WITHIN_S)
@@ -273,6 +279,7 @@ class Run:
     def is_recovered(self) -> bool:
         """The announced alerts are resolved, the target answers, and there was time enough to judge by."""
         back = self.way_back is None or self.way_back.completion_at is not None
+        back = back and self.gpu_memory.is_free(None) is not False
         settled = self.clock() - self.spans["fault"][1] >= min(self.settled_s, self.drill.recovery_s)
         return back and settled and all(a.firing_at is None or a.resolved_at is not None for a in self.alarms())
 
@@ -320,6 +327,11 @@ class Run:
                 raise Ended(f"{where} paged", early=True)
             self.unexpected.append(where)
             raise Ended(f"a page that nothing announced: {where}")
+        for labels in self.elsewhere.pages():
+            if labels.get("rule") not in self.announced:  # of another node, or of whoever else pages
+                where = f"{guards.page_text(labels)} of node {labels.get('node', 'unknown')}, in Alertmanager"
+                self.unexpected.append(where)
+                raise Ended(f"a page that nothing announced: {where}")
 
     def is_own(self, subject: str) -> bool:
         """Whether an alert on this subject can be of this drill's making."""
@@ -401,7 +413,8 @@ class Run:
             return None
         way = self.way_back
         orphans = [f"pid {pid}" for pid in (self.samples[-1].get("outlive", ()) if self.samples else ())]
-        return Restart(self.restart_within_s, way.down_at, way.port_at, way.ready_at, way.completion_at, orphans)
+        return Restart(self.restart_within_s, way.down_at, way.port_at, way.ready_at, way.completion_at, orphans,
+                       self.gpu_memory.is_free(way.completion_at))
 
     def conclude(self, proven: bool, proof: str) -> Verdict:
         """Judge, write the report, say it."""
@@ -421,7 +434,9 @@ class Run:
             self.prober.stop()
         if self.way_back is not None:
             self.way_back.stop()
+            self.gpu_memory.stop()
         self.agent.stop()
+        self.elsewhere.stop()
         tell.end_announcement(self.config.socket, self.run)
 
     def abort(self, why: str) -> None:

@@ -6,7 +6,7 @@ import http.client
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from drills.judge import Alarm
 
 EVERY_S = 0.25  # a page ends the fault within 2 s, and the fault needs some of them to end
 ANSWER_S = 2.0
+ELSEWHERE_EVERY_S = 1.0
+GPU_EVERY_S = 0.5
 COMPLETION_S = 30.0
 GROUP_WAIT_S = 30.0  # Alertmanager's default
 UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
@@ -138,6 +140,55 @@ class WayBack:
                 self.completion_at = self.clock()
 
 
+def gpu_holders(socket: Path) -> dict[int, int] | None:
+    """Bytes of GPU memory by pid, as the agent's NVML tells them; None where nobody can tell."""
+    try:
+        told = client.ask(socket, "/nvml/processes")["processes"]
+        return None if told is None else {int(pid): int(held_bytes) for pid, held_bytes in told.items()}
+    except (client.NotRunning, client.AgentError, LookupError, TypeError, ValueError, AttributeError):
+        return None
+
+
+@dataclass
+class GpuMemory:
+    """Whether the memory that killed processes held on GPUs is free again: the agent's NVML is asked until it is."""
+
+    ask: Callable[[], Mapping[int, int] | None]
+    clock: Callable[[], float] = time.time
+    held: frozenset[int] = frozenset()  # those of the victims that held any before the kill
+    freed_at: float | None = None
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def before(self, victims: Iterable[int]) -> None:
+        """Who of these holds GPU memory now."""
+        self.held = frozenset((self.ask() or {}).keys() & set(victims))
+
+    def start(self) -> None:
+        """Begin to watch, in a thread, where there is anything to watch."""
+        if self.held:
+            self._thread = threading.Thread(target=self._run, name="gpu-memory", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End it."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(3 * ANSWER_S)
+
+    def _run(self) -> None:
+        while not self._stop.wait(GPU_EVERY_S) and self.freed_at is None:
+            told = self.ask()
+            if told is not None and not self.held & told.keys():
+                self.freed_at = self.clock()
+
+    def is_free(self, by: float | None) -> bool | None:
+        """Whether it was free before the restart counted; None where they held none, or nobody could tell."""
+        if not self.held:
+            return None
+        return self.freed_at is not None and (by is None or self.freed_at <= by)
+
+
 def status_of(url: str, path: str) -> int | None:
     """The HTTP status of a GET; None where nobody answers in time."""
     parts = urlsplit(url)
@@ -160,6 +211,57 @@ def completes(url: str) -> bool:
         return answer.ok and bool(answer.json()["choices"][0].get("finish_reason"))
     except (requests.RequestException, ValueError, LookupError, TypeError):
         return False
+
+
+def pages_at(url: str) -> list[dict[str, str]]:
+    """The labels of each page that one Alertmanager knows of, muted or not.
+
+    Raises requests.RequestException, ValueError, LookupError, TypeError.
+    """
+    answer = requests.get(f"{url}/api/v2/alerts", params={"filter": 'severity="page"'}, timeout=ANSWER_S)
+    answer.raise_for_status()
+    return [dict(alert["labels"]) for alert in answer.json()]
+
+
+class PagesElsewhere:
+    """The pages that Alertmanager knows of beside this node's own (the agent tells those): a thread asks each second.
+
+    An Alertmanager that does not answer tells nothing: whether alerts are delivered is judged at the end.
+    """
+
+    def __init__(self, urls: Sequence[str], node: str | None, on_page: Callable[[], None] = lambda: None) -> None:
+        self._urls, self._node, self._on_page = urls, node, on_page
+        self._stop = threading.Event()
+        self._found: list[dict[str, str]] = []
+        self._thread = threading.Thread(target=self._run, name="pages-elsewhere", daemon=True)
+
+    def start(self) -> None:
+        """Begin to ask, where there is anybody to ask."""
+        if self._urls:
+            self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(ELSEWHERE_EVERY_S):
+            found = [labels for url in self._urls for labels in self._told_by(url)]
+            if found and not self._found:
+                self._found = found
+                self._on_page()
+
+    def _told_by(self, url: str) -> list[dict[str, str]]:
+        try:
+            return [labels for labels in pages_at(url) if labels.get("node") != self._node]
+        except (requests.RequestException, ValueError, LookupError, TypeError):
+            return []
+
+    def pages(self) -> list[dict[str, str]]:
+        """The labels of those that were found first."""
+        return self._found
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(3 * ANSWER_S)
 
 
 def failed_notifications(urls: Sequence[str]) -> float | None:

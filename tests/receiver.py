@@ -9,8 +9,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import struct
 import sys
 import threading
 import time
@@ -20,6 +18,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
+
+from tests.cut_server import reset
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,7 @@ class Receiver:
             self._closing.wait(60)
             return
         if reply.drop:
-            linger = struct.pack("ii", 1, 0)  # so that closing resets
-            handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-            handler.connection.close()
+            reset(handler.connection)
             return
         handler.send_response(reply.status)
         for name, value in reply.headers.items():

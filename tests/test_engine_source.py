@@ -36,7 +36,7 @@ def source(server: PageServer) -> Iterator[EngineSource]:
     it.close()
 
 
-def until(is_so: Callable[[], bool], within_s: float = 5.0) -> None:
+def until(is_so: Callable[[], bool], within_s: float = 60.0) -> None:
     """Wait for something that another thread does."""
     end = time.monotonic() + within_s
     while not is_so():

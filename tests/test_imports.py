@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, Row] = {
     # The nouns, and what only computes.
     "agent": Row(),
     "agent.model": Row(),
+    "agent.retry_after": Row(),
     "agent.stats": Row(),
     "agent.exposition": Row("agent.model", "sys"),  # sys.intern
     "agent.windows": Row("agent.model"),
@@ -64,7 +65,7 @@ MAY_IMPORT: dict[str, Row] = {
         "agent.config agent.model agent.notifiers.alertmanager agent.notifiers.channel agent.notifiers.heartbeat"
         " agent.notifiers.webhook"
     ),
-    "agent.notifiers.channel": Row("agent.model", WORLD),
+    "agent.notifiers.channel": Row("agent.model agent.retry_after", WORLD),
     "agent.notifiers.alertmanager": Row("agent.model agent.notifiers.channel"),
     "agent.notifiers.heartbeat": Row("agent.model agent.notifiers.channel"),
     "agent.notifiers.webhook": Row("agent.model agent.notifiers.channel"),
@@ -99,7 +100,7 @@ MAY_IMPORT: dict[str, Row] = {
     # The drills. What they may know of the agent: AGENT_FOR_DRILLS.
     "drills": Row(),
     "drills.completion": Row("drills.model", WORLD),
-    "drills.prober": Row("drills.completion drills.model", WORLD),
+    "drills.prober": Row("agent.retry_after drills.completion drills.model", WORLD),
     "drills.model": Row(),
     "drills.judge": Row("drills.model"),
     "drills.escape": Row(),
@@ -114,7 +115,7 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.config": Row("agent.config agent.model agent.strict drills drills.cron drills.model"),
     "drills.guards": Row(
         "agent.client agent.config agent.strict drills drills.cron drills.faults drills.faults.packet_loss"
-        " drills.ledger drills.lock drills.model drills.targets",
+        " drills.ledger drills.lock drills.model drills.targets drills.watch",
         "concurrent http os pathlib requests",
     ),
     "drills.schedule": Row("drills drills.cron drills.ledger drills.lock drills.model", WORLD),
@@ -129,7 +130,8 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.proc": Row("drills.model", WORLD),
     "drills.ledger": Row("drills.model drills.proc", WORLD),
     "drills.targets": Row("agent.config drills.model drills.proc drills", "os pathlib"),
-    "drills.heal": Row("drills drills.ledger drills.model drills.proc drills.undo", WORLD),
+    "drills.heal": Row("drills drills.ledger drills.model drills.proc drills.strays drills.undo", WORLD),
+    "drills.strays": Row("drills drills.model drills.nft drills.proc", WORLD),
     "drills.undo": Row("drills.faults.table drills.ledger drills.model", WORLD),
     "drills.holder": Row("drills.faults.table drills.ledger drills.model drills.proc drills.undo", WORLD),
     "drills.faults.table": Row(
@@ -163,12 +165,13 @@ MAY_IMPORT: dict[str, Row] = {
         "agent agent.client agent.config agent.signals agent.strict drills drills.config drills.daemon"
         " drills.faults.table drills.guards drills.heal drills.history drills.lock drills.model drills.record"
         " drills.report drills.runner drills.schedule drills.targets drills.tell drills.unit",
-        "getpass json msgspec os pathlib sys time typer",
+        "getpass json msgspec os pathlib sys time traceback typer",
     ),
 }
 # The agent's client, nouns and configuration file, and the catalogue by which rules are checked; never its inside.
 AGENT_FOR_DRILLS = {
-    "agent", "agent.client", "agent.config", "agent.model", "agent.sdnotify", "agent.signals", "agent.strict"
+    "agent", "agent.client", "agent.config", "agent.model", "agent.retry_after", "agent.sdnotify", "agent.signals",
+    "agent.strict",
 }
 # What only an edge may do: ask what time it is. Everybody else is told.
 CLOCK_READERS = {

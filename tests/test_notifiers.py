@@ -25,7 +25,6 @@ from agent.notifiers.alertmanager import Alertmanager
 from agent.notifiers.channel import (
     Channel,
     clean_labels,
-    retry_after_s,
     rfc3339,
     safe_url,
     status_outcome,
@@ -34,6 +33,7 @@ from agent.notifiers.channel import (
 from agent.notifiers.heartbeat import Heartbeat
 from agent.notifiers.webhook import Webhook, fingerprint
 from agent.outbox import Outbox
+from agent.retry_after import retry_after_s
 from agent.store import Store
 from tests.needs import need
 from tests.receiver import Arrival, Receiver, Reply

@@ -72,7 +72,7 @@ def node(*gpus: Mapping[str, Any], **rest: Any) -> dict[str, Any]:
     return {"defaults": H100, "gpus": [*gpus], **rest}
 
 
-def until(met: Callable[[], bool], within_s: float = 5.0) -> None:
+def until(met: Callable[[], bool], within_s: float = 60.0) -> None:
     """Wait for a condition, not for a time."""
     end = time.monotonic() + within_s
     while not met():
@@ -642,3 +642,34 @@ def test_what_is_no_address(text: str) -> None:
     """A line that holds no address names itself in the error."""
     with pytest.raises(ValueError, match="is not a PCI address"):
         bdf(text)
+
+
+# --- who holds memory -------------------------------------------------------------------------------------------------
+
+
+def test_who_holds_gpu_memory(start: Start) -> None:
+    """A drill asks whether a killed engine's memory is free: over all GPUs, by pid; one that let go holds none."""
+    reader = start(node({"processes": {"41": 1000, "42": 0}}, {"processes": {"41": 24}, "graphics_processes": {"7": 3}},
+                        {"errors": {"nvmlDeviceGetGraphicsRunningProcesses": NOT_SUPPORTED}}))
+    assert reader("processes") is None  # no GPU is open yet
+    reader.read()
+    assert reader("processes") == {41: 1024, 7: 3}
+
+
+@pytest.mark.parametrize("story", [{"errors": {"nvmlDeviceGetComputeRunningProcesses": UNKNOWN}},
+                                   {"hangs": {"nvmlDeviceGetComputeRunningProcesses": True}}])
+def test_nobody_can_tell_who_holds_gpu_memory(start: Start, story: Mapping[str, Any]) -> None:
+    """Unknown is not free; and a driver that hangs on the question holds nobody up who asks."""
+    reader = start(node({}, {"processes": {"41": 24}, **story}), 0.3)
+    reader.read()
+    assert reader("processes") is None
+    assert reader("processes") is None
+
+
+def test_released_gpus_are_not_asked(start: Start) -> None:
+    """A GPU reset waits until nobody has it open: a question must not open it."""
+    reader = start(node({"processes": {"41": 24}}))
+    reader.read()
+    assert reader("release") is None
+    assert reader("processes") is None
+    assert reader.calls("nvmlDeviceGetComputeRunningProcesses_v3", 0) == 0

@@ -98,6 +98,9 @@ class FakeView:
     def reopen_nvml(self) -> dict[str, Any]:
         return {"released": False}
 
+    def gpu_processes(self) -> dict[int, int] | None:
+        return {41: 1024}
+
     def take_user(self, address: str, counted: Mapping[str, Any]) -> None:
         self.told.append(("user", address, counted["requests"], counted["errors"]))
 
@@ -240,6 +243,7 @@ def test_drilld_and_its_prober_are_heard_on_the_socket_alone(view: FakeView, uni
 def test_drilld_asks_where_the_traffic_went(unix: Server) -> None:
     """Arrivals of each engine, as its page counted them, from a time on."""
     assert client.ask(Path(unix.address), f"/traffic?since={NOW - 7}") == {"llama": [[NOW - 5, 8.0]]}
+    assert client.ask(Path(unix.address), "/nvml/processes") == {"processes": {"41": 1024}}
     with pytest.raises(client.AgentError, match="unix seconds"):
         client.ask(Path(unix.address), "/traffic?since=noon")
 

@@ -14,7 +14,6 @@ import socket
 import ssl
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -25,6 +24,7 @@ import requests.auth
 import urllib3
 
 from agent.model import AlertMessage, Notice, Rejected, TryLater
+from agent.retry_after import retry_after_s
 
 CONNECT_S = 3.05
 ANSWER_S = 10.0
@@ -141,21 +141,6 @@ _REMEDIES = {
     405: "see the path of this channel's address",
     410: "this address was closed: make a new one",
 }
-
-
-def retry_after_s(text: str | None, now: float) -> float | None:
-    """Seconds to wait by a Retry-After header (seconds, or an HTTP date); None where it says nothing usable."""
-    if text is None:
-        return None
-    try:
-        wait_s = float(text)
-    except ValueError:
-        try:
-            when = parsedate_to_datetime(text)
-        except ValueError:
-            return None
-        wait_s = when.replace(tzinfo=when.tzinfo or UTC).timestamp() - now
-    return max(0.0, wait_s) if math.isfinite(wait_s) else None
 
 
 def safe_url(url: str) -> str:

@@ -55,7 +55,7 @@ class EngineSource:
         self.name = f"engine:{target}"
         self.target = target
         self._pages = PageReader(target, kind=kind, shape=shape)
-        self.url = without_secrets(url)
+        self.url = shown_address(url)
         base = url.rstrip("/").removesuffix("/metrics")
         self._metrics = Fetcher(
             base + "/metrics",
@@ -196,7 +196,7 @@ class _Health:
             return _Asked(0, e.code, time.monotonic())
 
 
-def without_secrets(url: str) -> str:
+def shown_address(url: str) -> str:
     """An address to show: without user, password and query."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
@@ -205,7 +205,7 @@ def without_secrets(url: str) -> str:
 def _status_text(answer: Answer) -> str:
     status = answer.status
     if 300 <= status < 400:
-        there = without_secrets(answer.headers.get("location", ""))[:200]
+        there = shown_address(answer.headers.get("location", ""))[:200]
         return f"HTTP {status}: it sends us to {there!r}, and we follow to no other place: give that address"
     advice = {
         401: "it wants credentials, and Tocsin sends none: let this machine read /metrics without",

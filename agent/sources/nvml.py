@@ -23,6 +23,7 @@ from agent.sources.nvml_values import CODES, NAMES, STALE, Gpu, bdf, gaps_of, po
 
 FIRST_RETRY_S = 5.0  # back-off after a failed start, or of opening anew after a loss: doubles to the caps below
 RETRY_CAP_S = 60.0  # of a failing start: a driver that is loaded late is seen within a minute
+PROCESS_CALLS = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
 REOPEN_CAP_S = 300.0  # of opening anew, which disturbs the healthy GPUs a little
 
 
@@ -42,6 +43,7 @@ class _Job:
         self.abandoned = False
         self.readings: list[Sample | Gap] = []
         self.gpus: dict[str, GpuFacts] = {}
+        self.processes: dict[int, int] | None = None
         self.error: str | None = None
         self.absent: str | None = None
         self.driver_version = ""
@@ -170,6 +172,21 @@ class _Driver:
             job.call("nvmlShutdown", "")
         except pynvml.NVMLError as error:
             job.error = f"nvmlShutdown: {error}"
+
+    def ask_processes(self, job: _Job) -> None:
+        """Which processes hold memory of the GPUs that are open, and how many bytes over all of them."""
+        found: dict[int, int] = {}
+        for gpu in self._gpus.values():
+            for name in PROCESS_CALLS:
+                try:
+                    told = job.call(name, f" of GPU {gpu.index}", gpu.handle)
+                except pynvml.NVMLError as error:
+                    if error.value not in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
+                        raise
+                    continue
+                for process in told:
+                    found[process.pid] = found.get(process.pid, 0) + (process.usedGpuMemory or 0)
+        job.processes = found if self._gpus else None
 
     def _reopen_later(self) -> None:
         if self._reopen_at is None:
@@ -367,6 +384,15 @@ class NvmlSource:
         if stuck or not job.done.wait(self._deadline_s):
             return f"{self._worker.hangs_at()[0]}; NVML is shut down as soon as it returns"
         return job.error
+
+    def processes(self) -> dict[int, int] | None:
+        """Bytes of GPU memory by pid, now; None where that cannot be had. May be called from another thread."""
+        if self._closed or self._released() is not None or self._worker.is_stuck():
+            return None
+        job = self._worker.submit(self._driver.ask_processes)
+        if not job.done.wait(self._deadline_s):
+            self._worker.give_up(job)
+        return job.processes if job.error is None else None
 
     def reopen(self) -> None:
         """End a release; the next read starts NVML anew."""

@@ -67,6 +67,9 @@ class View(Protocol):
     def reopen_nvml(self) -> dict[str, Any]:
         """Open NVML again now."""
 
+    def gpu_processes(self) -> dict[int, int] | None:
+        """Bytes of GPU memory by pid; None where nobody can tell."""
+
     def take_user(self, address: str, counted: Mapping[str, Any]) -> None:
         """What a prober has counted so far at an address that users use."""
 
@@ -233,6 +236,10 @@ def _reopen(request: Request) -> Reply:
     return _json(request.view.reopen_nvml())
 
 
+def _gpu_processes(request: Request) -> Reply:
+    return _json({"processes": request.view.gpu_processes()})
+
+
 def _user(request: Request) -> Reply:
     counted = request.body()
     if not isinstance(counted, dict) or not {"address", "requests", "errors"} <= counted.keys():
@@ -292,6 +299,7 @@ PRIVATE: Routes = {
     "/transitions": {"GET": _transitions},
     "/nvml/release": {"POST": _release},
     "/nvml/reopen": {"POST": _reopen},
+    "/nvml/processes": {"GET": _gpu_processes},
     "/traffic": {"GET": _traffic},
     "/user": {"POST": _user},
     "/drills/announce": {"POST": _announce},

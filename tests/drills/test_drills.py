@@ -511,7 +511,9 @@ def test_slow_upstream(story: Story) -> None:
     waits = [r.first_at - r.sent_at for r in slow.requests() if start + 1 < r.sent_at < start + 27 and r.first_at]
     delayed = [wait for wait in waits if wait > 1.0]
     assert len(delayed) > len(waits) / 3, "every second request goes there"
-    assert all(4.8 <= wait <= 5.2 for wait in delayed), delayed
+    assert all(4.8 <= wait <= 7.0 for wait in delayed), delayed
+    # What the client's own process adds on a busy machine is not the proxy's.
+    assert sum(wait <= 5.2 for wait in delayed) >= 0.9 * len(delayed), delayed
     # The router's connections of before, which it would have kept for ever.
     samples = slow.record["samples"]
     assert max(sample["old_ended"] for sample in samples) >= 1

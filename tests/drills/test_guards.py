@@ -312,6 +312,19 @@ def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert guards.collect_during(config, 3.0).healthy is None
 
 
+def test_the_lever_does_not_wait_for_the_agent(agent: Agent, tmp_path: Path) -> None:
+    """The agent hung, and for its 10 s nobody looked whether somebody had pulled the lever."""
+    (tmp_path / "LEVER").write_text("stop\n")
+    agent.answers = {}  # to be asked would be an error
+    config = Config(socket=tmp_path / "agent.sock", drill_guards=DrillGuards(lever_file=tmp_path / "LEVER"))
+    asked: list[str] = []
+    agent.finish_request = lambda *_: asked.append("asked")  # type: ignore[method-assign]
+
+    found = guards.collect_during(config, 1.0)
+
+    assert (found.lever, asked) == (Fact("stop"), [])
+
+
 def test_a_plan_rehearses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`tocsin drill plan` changes nothing, not for a second."""
 

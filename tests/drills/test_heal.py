@@ -23,6 +23,7 @@ from drills.heal import heal, is_clean
 from drills.holder import HolderError
 from drills.ledger import Entry, Ledger, last_state, read
 from drills.model import Drill, Left, Plan, ProcessId, State
+from tests.drills.netns import NEEDS, lab
 from tests.drills.stand_ins import HOLDER, MARKER, ROOT, arm, engine, new_run, tmpfs, wait_for
 from tests.drills.test_process_faults import may_trace
 from tests.needs import need
@@ -331,3 +332,45 @@ def test_a_runner_that_breaks_off_has_no_verdict(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(runner, "execute", fails)
     assert runner.main([str(tmp_path)]) not in runner.EXIT.values()
+
+
+# --- without a ledger -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("may_trace")
+def test_a_run_whose_folder_was_moved_away(tmp_path: Path, finished: Finished) -> None:
+    """Somebody tidied /var/lib during a drill: no ledger told of the holder, and the engine hung until its deadline."""
+    run, other = "d-20261129T210000Z-0001", "d-20261129T210000Z-0002"
+    with engine(tmp_path / "a") as moved, engine(tmp_path / "b") as kept:
+        held = []
+        for one, name, root in ((moved, run, tmp_path / "runs"), (kept, other, tmp_path / "elsewhere" / "runs")):
+            drill = Drill("d", "engine-hang", target={"pid": one.page.pid, "part": "all"})
+            plan = FAULTS["engine-hang"].plan(drill, name)
+            folder, ledger = new_run(root, plan)
+            held.append(arm(folder, ledger, plan))
+            ledger.write(State.INJECTING)
+            held[-1].inject(10.0)
+        assert not moved.runs_on()
+        (tmp_path / "runs" / run).rename(tmp_path / "tidied")
+
+        assert healed(tmp_path / "runs", finished) == []
+
+        assert held[0].wait_gone(30.0)
+        assert moved.runs_on()
+        assert held[1].alive  # the run of another state_dir, whose folder is there
+        assert not kept.runs_on()
+        assert held[1].revert(10.0) == []
+
+
+@pytest.mark.heavy
+def test_a_table_that_nobody_holds(tmp_path: Path, finished: Finished) -> None:
+    """A kernel without owned tables leaves it; no run's ledger is there, and the name says whose it is."""
+    need(*NEEDS)
+    with lab() as net:
+        netns = net.namespace("engine")
+        netns.run("nft", "add", "table", "inet", "tocsin_d_20261129T210000Z_0003")
+        netns.run("nft", "add", "table", "inet", "theirs")
+
+        assert healed(tmp_path / "runs", finished) == []
+
+        assert netns.run("nft", "list", "tables").split() == ["table", "inet", "theirs"]

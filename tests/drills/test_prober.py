@@ -20,7 +20,7 @@ import pytest
 from drills import prober
 from drills.completion import Attempt, Client, place_of
 from drills.model import Load, Outcome, Refused, Request
-from drills.prober import Counts, Histogram, Prober, Records, read_requests, retry_after_s
+from drills.prober import Counts, Histogram, Prober, Records, read_requests
 from tests.drills.openai_server import Behaviour, OpenAiServer
 from tests.receiver import wait_until
 
@@ -481,23 +481,6 @@ def test_a_pause_beyond_the_deadline_ends_the_request(server: OpenAiServer, tmp_
 
     assert (request.outcome, request.attempts) == ("http_5xx", 1)
     assert time.monotonic() - before < 1.0
-
-
-@pytest.mark.parametrize(
-    ("text", "want_s"),
-    [
-        (None, 0.0),
-        ("2", 2.0),
-        ("0.5", 0.5),
-        ("-3", 0.0),
-        ("soon", 0.0),
-        ("Sun, 29 Nov 2026 21:00:07 GMT", 7.0),
-        ("Sun, 29 Nov 2026 20:00:00 GMT", 0.0),
-    ],
-)
-def test_both_forms_of_retry_after(text: str | None, want_s: float) -> None:
-    """1795986000 is Sun, 29 Nov 2026 21:00:00 GMT, by `date -u -d @1795986000`."""
-    assert retry_after_s(text, 1795986000.0) == want_s
 
 
 @pytest.mark.heavy

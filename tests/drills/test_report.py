@@ -258,7 +258,7 @@ def test_there_is_a_report_at_every_moment(tmp_path: Path) -> None:
 
 def test_a_killed_run_has_its_plots(runs: tuple[Path, Path], tmp_path: Path) -> None:
     """heal finishes the record of a run that never judged: its requests and its timeline are there all the same."""
-    never = {"spans": {}, "rows": [], "transitions": [], "times": {}, "replicas": []}
+    never: dict[str, object] = {"spans": {}, "rows": [], "transitions": [], "times": {}, "replicas": []}
     killed = {**record_of(runs[1]), **never, "verdict": "ABORTED"}
     folder = tmp_path / LATER
     folder.mkdir()

@@ -19,7 +19,8 @@ def run(**known: Any) -> Run:
     made.wake = threading.Event()
     made.wake.set()
     made.clock, made.spans, made.stop_why, made.unexpected = (lambda: 7.0), {"fault": [1.0, 6.0]}, "", []
-    made.plan, made.drill = None, Drill("d", "process-kill")
+    made.plan, made.drill = None, Drill("d", "process-kill", expects=("engine-down",))
+    known.setdefault("elsewhere", SimpleNamespace(pages=list))
     for name, value in known.items():
         setattr(made, name, value)
     return made
@@ -39,6 +40,27 @@ def test_a_page_that_nothing_announced_is_kept() -> None:
     with pytest.raises(Ended, match="a page that nothing announced: gpu-lost on GPU-1"):
         seen.breathe("fault")
     assert seen.unexpected == ["gpu-lost on GPU-1"]
+
+
+@pytest.mark.parametrize(
+    ("story", "labels", "why"),
+    [
+        ("another node's own crisis", {"rule": "gpu-lost", "subject": "GPU-9", "node": "gpu-18"},
+         "gpu-lost on GPU-9 of node gpu-18, in Alertmanager"),
+        ("a page of another tool's", {"alertname": "RouterDown"},
+         "RouterDown on something of node unknown, in Alertmanager"),
+        ("the same alert, by the exported rules", {"rule": "engine-down", "subject": "a", "node": "prometheus-1"}, ""),
+    ],
+)
+def test_a_page_of_the_fleet_ends_it(story: str, labels: dict[str, str], why: str) -> None:
+    """All hands were needed at the next node, and this one went on breaking things."""
+    seen = run(agent=SimpleNamespace(pages=list), elsewhere=SimpleNamespace(pages=lambda: [labels]))
+    if not why:
+        seen.judge_pages()
+        return
+    with pytest.raises(Ended, match=f"a page that nothing announced: {why}"):
+        seen.judge_pages()
+    assert seen.unexpected == [why], story
 
 
 def test_an_abort_tells_the_holder_itself() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,10 @@ from drills import watch
 from drills.judge import Alarm
 from drills.model import Drill, Load
 from drills.runner import is_drilled
+from tests.drills.test_guards import Agent, agent
 from tests.receiver import Receiver, Reply
+
+__all__ = ["agent"]
 
 ROUTES = """
 route:
@@ -39,6 +44,64 @@ def test_group_wait(original: str, want_s: float) -> None:
     with Receiver(lambda _: Reply(body=body)) as alertmanager:
         assert watch.group_wait_s([alertmanager.url]) == want_s
     assert watch.group_wait_s([]) == 0.0
+
+
+class Driver:
+    """What NVML says of who holds memory, one answer a question; the last one stays."""
+
+    def __init__(self, *answers: Mapping[int, int] | None) -> None:
+        self.answers = list(answers)
+
+    def ask(self) -> Mapping[int, int] | None:
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+@pytest.mark.parametrize(
+    ("story", "answers", "completion_at", "want"),
+    [
+        ("freed, then the new one loads", [{41: 9, 7: 5}, {41: 9}, None, {99: 9}], 90.0, True),
+        ("a zombie's context is kept", [{41: 9}, {41: 9, 99: 1}], 90.0, False),
+        ("freed after the first answer of the new one", [{41: 9}, {41: 9}, {}], 40.0, False),
+        ("an engine without a GPU", [{7: 5}], 90.0, None),
+        ("no driver", [None], 90.0, None),
+    ],
+)
+def test_gpu_memory_of_a_killed_engine(story: str, answers: list[Mapping[int, int] | None], completion_at: float,
+                                       want: bool | None) -> None:
+    """The killed engine's core lived on, the new one found no room, and the restart was called a success."""
+    gpu = watch.GpuMemory(Driver(*answers).ask, lambda: 50.0)
+    gpu.before([41, 42])
+    gpu.start()
+    if want is False and answers[-1]:
+        gpu.stop()  # it would never be free
+    if gpu._thread is not None:
+        gpu._thread.join(30)
+    assert gpu.is_free(completion_at) is want, story
+
+
+@pytest.mark.parametrize(
+    ("told", "want"),
+    [({"processes": {"41": 1024}}, {41: 1024}), ({"processes": None}, None), ([], None), ({}, None)],
+)
+def test_who_holds_gpu_memory_as_the_agent_says(agent: Agent, tmp_path: Path, told: object,
+                                                want: Mapping[int, int] | None) -> None:
+    """An agent of another version, or none: then it is unknown, and the drill goes on."""
+    agent.answers = {"/nvml/processes": told}
+    assert watch.gpu_holders(tmp_path / "agent.sock") == want
+    assert watch.gpu_holders(tmp_path / "none") is None
+
+
+def test_pages_that_are_not_this_nodes() -> None:
+    """Our own are told by the agent, sooner; an Alertmanager that is away tells nothing and ends nothing."""
+    own, other = ({"labels": {"rule": "gpu-lost", "node": name}} for name in ("gpu-17", "gpu-18"))
+    told, paged = [b"[]", json.dumps([own]).encode(), b"<html>", json.dumps([own, other]).encode()], threading.Event()
+    with Receiver(lambda _: Reply(body=told.pop(0) if len(told) > 1 else told[0])) as alertmanager:
+        elsewhere = watch.PagesElsewhere([alertmanager.url, "http://127.0.0.1:9"], "gpu-17", paged.set)
+        elsewhere.start()
+        assert paged.wait(60)
+        elsewhere.stop()
+    assert elsewhere.pages() == [{"rule": "gpu-lost", "node": "gpu-18"}]
+    assert alertmanager.arrivals[0].path == '/api/v2/alerts?filter=severity%3D%22page%22'
 
 
 def echo(*alerts: object) -> Callable[[object], Reply]:

@@ -541,6 +541,39 @@ API int nvmlDeviceGetMemoryInfo_v2(Device *device, MemoryV2 *out) {
     return memory_of("nvmlDeviceGetMemoryInfo_v2", device, &out->memory);
 }
 
+/* "processes": {"4242": bytes}: who holds memory; graphics processes there are none. */
+typedef struct {
+    unsigned pid;
+    unsigned long long used;
+    unsigned gpu_instance, compute_instance;
+} ProcessInfo;
+
+static int processes_of(const char *function, Device *device, const char *key, unsigned *count, ProcessInfo *out) {
+    Call call;
+    int code = enter_device(&call, function, device);
+    if (code == SUCCESS && count == NULL) code = INVALID_ARGUMENT;
+    if (code != SUCCESS) return leave(code);
+    const Json *told = find(&call, NULL, key);
+    const Json *all = told != NULL && told->type == J_OBJECT ? told->child : NULL;
+    unsigned found = 0, room = out != NULL ? *count : 0;
+    for (const Json *one = all; one != NULL; one = one->next) {
+        Number used;
+        if (!number_of(one, call.at_s, &used) || used.number <= 0) continue; /* it has let go of it */
+        if (found < room) out[found] = (ProcessInfo){(unsigned)strtoul(one->key, NULL, 10), as_u64(&used), ~0u, ~0u};
+        found++;
+    }
+    *count = found;
+    return leave(found > room ? INSUFFICIENT_SIZE : SUCCESS);
+}
+
+API int nvmlDeviceGetComputeRunningProcesses_v3(Device *device, unsigned *count, ProcessInfo *out) {
+    return processes_of("nvmlDeviceGetComputeRunningProcesses_v3", device, "processes", count, out);
+}
+
+API int nvmlDeviceGetGraphicsRunningProcesses_v3(Device *device, unsigned *count, ProcessInfo *out) {
+    return processes_of("nvmlDeviceGetGraphicsRunningProcesses_v3", device, "graphics_processes", count, out);
+}
+
 /* --- field values ---------------------------------------------------------------------------------------------- */
 
 enum { DOUBLE = 0, UNSIGNED_INT = 1, UNSIGNED_LONG_LONG = 3, SIGNED_LONG_LONG = 4, SIGNED_INT = 5 };
