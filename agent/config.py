@@ -375,17 +375,21 @@ class WebhookConfig(_Form, frozen=True):
 
 
 class PagerdutyConfig(_Form, frozen=True):
-    """`notify[].pagerduty`: exactly one of the two."""
+    """`notify[].pagerduty`: exactly one of the two keys. `url`: of another service region (events.eu.pagerduty.com)."""
 
     routing_key_file: AbsolutePath | None = None
     routing_key_env: EnvName | None = None
+    url: FullUrl | None = None
 
 
 class SlackConfig(_Form, frozen=True):
-    """`notify[].slack`: exactly one of the two; both hold the webhook's URL."""
+    """`notify[].slack`: exactly one of the four: the webhook's URL, or a bot's token, which needs a `channel`."""
 
     webhook_file: AbsolutePath | None = None
     webhook_env: EnvName | None = None
+    token_file: AbsolutePath | None = None
+    token_env: EnvName | None = None
+    channel: str | None = None  # its id, or #name
 
 
 class HeartbeatConfig(_Form, frozen=True):
@@ -417,7 +421,7 @@ CHANNEL_KINDS: tuple[ChannelKind, ...] = ("alertmanager", "webhook", "pagerduty"
 _ONE_OF: Mapping[ChannelKind, tuple[str, ...]] = {
     "webhook": ("url", "url_file", "url_env"),
     "pagerduty": ("routing_key_file", "routing_key_env"),
-    "slack": ("webhook_file", "webhook_env"),
+    "slack": ("token_file", "token_env", "webhook_file", "webhook_env"),
     "heartbeat": ("url", "url_file", "url_env"),
 }
 
@@ -785,6 +789,10 @@ def _notify_faults(item: NotifyConfig, places: Places) -> list[Fault]:
         faults.append(places.fault(f"{key}.{kind}", message, "keep one of them" if given else f"add {ways[-2]}: …"))
     if item.alertmanager is not None and not item.alertmanager.urls:
         faults.append(places.fault(f"{key}.{kind}.urls", "names no Alertmanager", "add the URL of every peer"))
+    if item.slack is not None and (item.slack.channel is None) == bool({*given} & {"token_file", "token_env"}):
+        message, remedy = ("is the webhook's own", "remove it") if item.slack.channel else (
+            "is missing: a bot's token reaches many", "add channel: its id, or #name")
+        faults.append(places.fault(f"{key}.slack.channel", message, remedy))
     for name, part in (("match", item.match), ("quiet", item.quiet)):
         if part is not None and not part.severity:
             remedy = "write severity: [page], or leave the key out"

@@ -63,12 +63,15 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sources.nvml_values": Row("agent.model", "pynvml"),
     "agent.notifiers": Row(
         "agent.config agent.model agent.notifiers.alertmanager agent.notifiers.channel agent.notifiers.heartbeat"
-        " agent.notifiers.webhook"
+        " agent.notifiers.pagerduty agent.notifiers.slack agent.notifiers.webhook",
+        "pathlib",
     ),
     "agent.notifiers.channel": Row("agent.model agent.retry_after", WORLD),
     "agent.notifiers.alertmanager": Row("agent.model agent.notifiers.channel"),
     "agent.notifiers.heartbeat": Row("agent.model agent.notifiers.channel"),
     "agent.notifiers.webhook": Row("agent.model agent.notifiers.channel"),
+    "agent.notifiers.pagerduty": Row("agent.model agent.notifiers.channel", "msgspec"),
+    "agent.notifiers.slack": Row("agent.model agent.notifiers.channel", "msgspec"),
     "agent.store": Row("agent.model", WORLD),
     "agent.outbox": Row("agent.model agent.notifiers.channel agent.store", WORLD),
     "agent.web": Row(),

@@ -569,7 +569,7 @@ def config_of(tmp_path: Path, text: str) -> Any:
 
 
 def test_channels_are_built_and_routed_as_configured(tmp_path: Path) -> None:
-    """Alertmanager gets everything, the second webhook only pages, the heartbeat nothing; PagerDuty is not there."""
+    """Alertmanager gets everything, the second webhook and PagerDuty pages, Slack tickets, the heartbeat nothing."""
     secret = tmp_path / "hook"
     secret.write_text("http://127.0.0.1:9/services/SECRETPART\n")
     text = f"""
@@ -579,25 +579,28 @@ notify:
   - webhook: {{url_file: {secret}}}
     match: {{severity: [page]}}
   - heartbeat: {{url_env: NO_SUCH_VARIABLE, every: 1m}}
-  - pagerduty: {{routing_key_file: /run/secrets/pagerduty}}
+  - pagerduty: {{routing_key_file: {secret}, url: "http://127.0.0.1:9/v2/enqueue"}}
+  - slack: {{webhook_env: NO_SUCH_VARIABLE}}
+    match: {{severity: [ticket]}}
 """
     config = config_of(tmp_path, text)
     fires = [AlertMessage("d", "firing", "page", LABELS, {"route_to": "webhook-2"}, NOW), message()]
-    routes, missing = build_channels(config, Needs(lambda: fires, lambda: True), channel_names(config, {}))
+    routes = build_channels(config, Needs(lambda: fires, lambda: True), channel_names(config, {}))
     assert isinstance(routes[0].channel, Alertmanager)
     assert routes[0].channel._wanted([]) == fires[1:]  # what Alertmanager is told again and again
-    assert [route.channel.name for route in routes] == ["alertmanager", "webhook", "webhook-2", "heartbeat"]
+    names = ["alertmanager", "webhook", "webhook-2", "heartbeat", "pagerduty", "slack"]
+    assert [route.channel.name for route in routes] == names
     assert (routes[0].channel.min_visible_s, routes[0].channel.batch) == (10.0, 64)
-    (sentence,) = missing
-    assert sentence.startswith("notify: pagerduty is not in this version and is told NOTHING")
     ticket = message()
     page = AlertMessage("p", "firing", "page", LABELS, {}, NOW)
     assert owed_to(routes, [ticket, page]) == [
         ("alertmanager", ticket),
         ("webhook", ticket),
+        ("slack", ticket),
         ("alertmanager", page),
         ("webhook", page),
         ("webhook-2", page),
+        ("pagerduty", page),
     ]
     diverted = AlertMessage("d", "firing", "page", LABELS, {"route_to": "webhook-2"}, NOW)
     assert owed_to(routes, [diverted]) == [("webhook-2", diverted)]  # a drill's own channel: nobody else is woken
@@ -635,7 +638,7 @@ def test_a_channel_keeps_its_name_whatever_else_is_configured(
     names = channel_names(new, channel_names(old, {}))
 
     assert set(names.values()) == set(want), story
-    routes, _ = build_channels(new, Needs(list, lambda: True), names)
+    routes = build_channels(new, Needs(list, lambda: True), names)
     assert [route.channel.name for route in routes] == want, story
 
 
@@ -648,7 +651,7 @@ def test_a_channels_identity_tells_no_secret(tmp_path: Path) -> None:
 
 def test_the_table_names_what_there_is() -> None:
     """Parts are found in an explicit table, not by import."""
-    assert set(NOTIFIERS) == {"alertmanager", "webhook", "heartbeat"}
+    assert set(NOTIFIERS) == {"alertmanager", "webhook", "pagerduty", "slack", "heartbeat"}
 
 
 def test_the_fingerprint_is_alertmanagers() -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from agent.config import (
@@ -21,6 +22,8 @@ from agent.model import ROUTE, AlertMessage, Severity, TryLater
 from agent.notifiers.alertmanager import Alertmanager
 from agent.notifiers.channel import Channel
 from agent.notifiers.heartbeat import Heartbeat
+from agent.notifiers.pagerduty import EVENTS_URL, PagerDuty
+from agent.notifiers.slack import Slack
 from agent.notifiers.webhook import Webhook
 
 __all__ = ["NOTIFIERS", "Channel", "Needs", "Route", "build_channels", "channel_names", "owed_to"]
@@ -63,9 +66,26 @@ def _heartbeat(name: str, item: NotifyConfig, needs: Needs) -> Channel:
     return Heartbeat(name, _address(item.heartbeat), item.heartbeat.every, needs.healthy)
 
 
+def _pagerduty(name: str, item: NotifyConfig, needs: Needs) -> Channel:
+    del needs
+    config = item.pagerduty
+    assert config is not None  # noqa: S101
+    return PagerDuty(name, _secret(config.routing_key_file, config.routing_key_env), config.url or EVENTS_URL)
+
+
+def _slack(name: str, item: NotifyConfig, needs: Needs) -> Channel:
+    del needs
+    config = item.slack
+    assert config is not None  # noqa: S101
+    file, env = config.webhook_file or config.token_file, config.webhook_env or config.token_env
+    return Slack(name, _secret(file, env), config.channel)
+
+
 NOTIFIERS: Mapping[ChannelKind, Build] = {
     "alertmanager": _alertmanager,
     "webhook": _webhook,
+    "pagerduty": _pagerduty,
+    "slack": _slack,
     "heartbeat": _heartbeat,
 }
 NO_ADDRESS = frozenset({"resend", "min_visible", "every"})  # keys of a channel that say how, not where
@@ -104,20 +124,13 @@ def _identities(config: Config) -> list[tuple[str, NotifyConfig]]:
     return found
 
 
-def build_channels(config: Config, needs: Needs, names: Mapping[str, str]) -> tuple[list[Route], list[str]]:
-    """Every configured channel by its name; and a sentence for each one that this version cannot speak to."""
+def build_channels(config: Config, needs: Needs, names: Mapping[str, str]) -> list[Route]:
+    """Every configured channel, by its name."""
     routes: list[Route] = []
-    missing: list[str] = []
     for identity, item in _identities(config):
-        name = names[identity]
-        build = NOTIFIERS.get(item.kind)
-        if build is None:
-            known = ", ".join(NOTIFIERS)
-            missing.append(f"notify: {name} is not in this version and is told NOTHING; it has {known}")
-            continue
         severities: tuple[Severity, ...] = () if item.kind == "heartbeat" else item.severities
-        routes.append(Route(build(name, item, needs), frozenset(severities)))
-    return routes, missing
+        routes.append(Route(NOTIFIERS[item.kind](names[identity], item, needs), frozenset(severities)))
+    return routes
 
 
 def owed_to(routes: Sequence[Route], messages: Iterable[AlertMessage]) -> list[tuple[str, AlertMessage]]:
@@ -132,13 +145,16 @@ def _is_for(message: AlertMessage, channel: str) -> bool:
 
 
 def _address(config: WebhookConfig | HeartbeatConfig) -> Callable[[], str]:
-    """The address, read from its file at each use; TryLater while it cannot be read: a person may mend it."""
+    url = config.url
+    return (lambda: url) if url is not None else _secret(config.url_file, config.url_env)
+
+
+def _secret(file: Path | None, env: str | None) -> Callable[[], str]:
+    """A secret, read at each use; TryLater while it cannot be read: a person may mend it."""
 
     def read() -> str:
-        if config.url is not None:
-            return config.url
         try:
-            return read_secret(config.url_file, config.url_env)
+            return read_secret(file, env)
         except SecretUnreadable as error:
             failure = TryLater(str(error))
         raise failure

@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
@@ -80,22 +80,30 @@ def post_json(url: str, payload: Any, now: float, *, tell_body: bool = False) ->
     request("POST", url, now, msgspec.json.encode(payload), tell_body=tell_body)
 
 
-def request(method: str, url: str, now: float, body: bytes | None = None, *, tell_body: bool = False) -> None:
-    """One request, without redirects. The answer's status decides; its body is not even read but for `tell_body`.
+def request(method: str, url: str, now: float, body: bytes | None = None, *, tell_body: bool = False,
+            secrets: Sequence[str] = (), bearer: str | None = None,
+            judge: Callable[[bytes], None] | None = None) -> None:
+    """One request, without redirects. The answer's status decides; its body is read for `tell_body` and `judge` alone.
 
-    Raises Rejected or TryLater. A connection is used once: one that idles until the next page may be dead by then.
+    `secrets` are cut out of what is told; `judge` is handed the body of a 2xx, and raises what that says. Raises
+    Rejected or TryLater. A connection is used once: one that idles until the next page may be dead by then.
     """
     headers = {"User-Agent": "tocsin", "Connection": "close"}
     if body is not None:
         headers["Content-Type"] = "application/json"
+    if bearer is not None:
+        headers["Authorization"] = f"Bearer {bearer}"
     failure: Rejected | TryLater | None = None
     options: dict[str, Any] = {"timeout": (CONNECT_S, ANSWER_S), "allow_redirects": False, "stream": True}
     try:
         with _session(url) as session, session.request(method, url, data=body, headers=headers, **options) as response:
             try:
                 status_outcome(response.status_code, response.headers, now, safe_url(url))
+                if judge is not None:
+                    judge(response.raw.read(BODY_LIMIT, decode_content=True))
             except Rejected as error:
-                failure = type(error)(str(error) + _body_text(url, response)) if tell_body else error
+                told = _body_text(url, response, secrets) if tell_body else ""
+                failure = type(error)(str(error) + told) if told else error
     except TryLater as error:
         failure = error
     except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
@@ -188,14 +196,17 @@ def _chain(error: BaseException) -> list[BaseException]:
     return seen
 
 
-def _body_text(url: str, response: requests.Response) -> str:
+def _body_text(url: str, response: requests.Response, secrets: Sequence[str]) -> str:
     """The receiver's words, in one line; nothing if they may hold a secret: some echo what they were asked."""
     try:
         body = response.raw.read(BODY_LIMIT, decode_content=True)
     except (urllib3.exceptions.HTTPError, OSError, ValueError):
         return ""
     parts = urlsplit(url)
-    text = " ".join(body.decode("utf-8", "replace").split())[:300]
+    text = " ".join(body.decode("utf-8", "replace").split())
+    for secret in secrets:
+        text = text.replace(secret, "…")
+    text = text[:300]
     if not text or parts.username or parts.password or parts.query:
         return ""
     if any(len(piece) > 5 and unquote(piece) in unquote(text) for piece in parts.path.split("/")):
@@ -208,6 +219,12 @@ def _phrase(status: int) -> str:
         return HTTPStatus(status).phrase
     except ValueError:
         return "(no such status)"
+
+
+def cut_to(text: str, length: int) -> str:
+    """At most `length` characters (not bytes), marked as cut; what is no text in UTF-8 is replaced."""
+    text = text.encode("utf-8", "replace").decode()
+    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def rfc3339(at: float) -> str:

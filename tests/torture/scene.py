@@ -191,7 +191,9 @@ class Scene:
 
     def left(self, spared: frozenset[int] = frozenset()) -> list[str]:
         """What is in the world that was not; `spared`: processes of ours that may live."""
-        found = [f"process {pid}: {' '.join(proc.command_line(pid))[:90]}" for pid in tagged() if pid not in spared]
+        # One without a command line is at its end: it holds nothing any more.
+        lines = {pid: " ".join(proc.command_line(pid)) for pid in tagged() if pid not in spared}
+        found = [f"process {pid}: {line[:90]}" for pid, line in lines.items() if line]
         for one in (self.victim.page, self.victim.core) if self.victim else ():
             if set(proc.threads(one.pid).values()) & {"t", "T"}:
                 found.append(f"process {one.pid} is stopped")
