@@ -37,9 +37,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+notify_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 rules_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config", help="`config check`: every fault in configuration and rules.")
+app.add_typer(notify_app, name="notify", help="`notify test`: a marked alert through every channel.")
 app.add_typer(rules_app, name="rules", help="`rules list`: what fires, how loud, and what to do.")
 app.add_typer(drill_commands.app, name="drill", help="`drill list|plan|run|abort|heal|history|unit`.")
 
@@ -375,6 +377,27 @@ def config_check(context: typer.Context, config: ConfigFile = None, as_json: AsJ
         name = path or (DEFAULT_PATH if DEFAULT_PATH.exists() else f"No {DEFAULT_PATH}, built-in defaults")
         write("\n".join([f"{name}: no fault", *notes]) + "\n")
     raise typer.Exit(USAGE if faults else 0)
+
+
+@notify_app.command("test")
+def notify_test(context: typer.Context, config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """Send a marked test alert, and its end, through every channel of `notify:`.
+
+    Exit 0 where each was delivered, else 1; 3 where there is no channel.
+    """
+    from agent.notifiers import Needs, build_channels, channel_names
+    from agent.notifiers.trial import try_all
+
+    settings = load(chosen(context, config))
+    routes = build_channels(settings, Needs(list, lambda: True, settings.external_url), channel_names(settings, {}))
+    if not routes:
+        raise Failure("tocsin: no channel is configured under `notify:`: nobody is told of anything", UNKNOWN)
+    tried = try_all(routes, settings.node or "")
+    if as_json:
+        emit([one._asdict() for one in tried], True, list)
+    else:
+        write("".join(f"{t.channel}: {'delivered' if t.delivered else f'NOT delivered: {t.why}'}\n" for t in tried))
+    raise typer.Exit(0 if all(one.delivered for one in tried) else 1)
 
 
 @rules_app.command("list")

@@ -402,9 +402,11 @@ class HeartbeatConfig(_Form, frozen=True):
 
 
 class Match(_Form, frozen=True):
-    """`notify[].match`."""
+    """`notify[].match`: what is not written matches all. Rules and subjects may hold * and ?."""
 
-    severity: tuple[Severity, ...]
+    severity: tuple[Severity, ...] | None = None
+    rule: tuple[str, ...] = ("*",)
+    subject: tuple[str, ...] = ("*",)
 
 
 class Quiet(_Form, frozen=True):
@@ -447,7 +449,7 @@ class NotifyConfig(_Form, frozen=True):
     @property
     def severities(self) -> tuple[Severity, ...]:
         """What it is told: `match`, else pages only for a pager and everything for the others."""
-        if self.match is not None:
+        if self.match is not None and self.match.severity is not None:
             return self.match.severity
         return ("page",) if self.kind == "pagerduty" else ("page", "ticket", "info")
 
@@ -644,8 +646,6 @@ def without_function(config: Config) -> list[str]:
     unset = Config()
     said = [key for key in WITHOUT_FUNCTION if getattr(config, key) != getattr(unset, key)]
     said += ["rules.xid"] if config.rules.xid else []
-    for name, item in channels(config):
-        said += [f"notify: {name}: {key}" for key in ("quiet", "repeat") if getattr(item, key) is not None]
     notes = [f"{key}: this version checks it and does not act on it" for key in said]
     if not config.engines:
         notes.append("engines: none is configured, and this version finds none by itself; name them under `engines:`")
@@ -794,11 +794,19 @@ def _notify_faults(item: NotifyConfig, places: Places) -> list[Fault]:
             "is missing: a bot's token reaches many", "add channel: its id, or #name")
         faults.append(places.fault(f"{key}.slack.channel", message, remedy))
     for name, part in (("match", item.match), ("quiet", item.quiet)):
-        if part is not None and not part.severity:
+        if part is not None and part.severity == ():
             remedy = "write severity: [page], or leave the key out"
             faults.append(places.fault(f"{key}.{name}.severity", "an empty list matches nothing", remedy))
         if part is not None and kind == "heartbeat":
             faults.append(places.fault(f"{key}.{name}", "a heartbeat is sent whatever fires", f"remove {name}"))
+    if item.quiet is not None and "page" in item.quiet.severity:
+        faults.append(places.fault(f"{key}.quiet.severity", "a page is never held back", "remove page from it"))
+    for name in ("quiet", "repeat"):
+        if getattr(item, name) is not None and kind == "alertmanager":
+            message, remedy = "Alertmanager has that itself", "write it in Alertmanager's routes, and remove it here"
+            faults.append(places.fault(f"{key}.{name}", message, remedy))
+    if item.repeat is not None and kind == "heartbeat":
+        faults.append(places.fault(f"{key}.repeat", "a heartbeat has `every`", "remove repeat"))
     return faults
 
 

@@ -354,7 +354,7 @@ class Agent:
 
     def announce(self, told: Announcement) -> None:
         """A drill says which alerts it will cause, and on what. Raises LookupError: no channel of that name."""
-        names = [route.channel.name for route in self.routes if route.severities]
+        names = [route.channel.name for route in self.routes if route.wants.severities]
         if told.route_to is not None and told.route_to not in names:
             known = ", ".join(names) or "none"
             raise LookupError(f"there is no channel {told.route_to!r} to route to; there are: {known}")

@@ -12,6 +12,7 @@ import random
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import PurePath
 from typing import NamedTuple, TypeVar
 
@@ -113,7 +114,8 @@ class Worker:
         self._dice = dice
         self._wake = threading.Event()
         self._stopping = False
-        self._accepted_at = store.accepted_at(channel.name) if channel.min_visible_s else {}
+        keeps = bool(channel.min_visible_s or channel.hours.repeat_s)
+        self._accepted_at = store.accepted_at(channel.name) if keeps else {}  # when a firing was last told, by key
         self._failures = 0  # in a row
         self._pause_until = 0.0
         self._busy_since: float | None = None
@@ -154,7 +156,8 @@ class Worker:
         next_due = self._deliver()
         if self._pause_until or self._stopping:
             return self._pause_until
-        return min(next_due, self._pulse())
+        next_due = min(next_due, self._pulse())
+        return self._pause_until or min(next_due, self._repeat(now))
 
     def status(self, now: float) -> ChannelStatus:
         """How this channel does."""
@@ -214,6 +217,7 @@ class Worker:
                 at = max(at, self._accepted_at[key] + hold_s)
             if at > now + max(LONGEST_RETRY_AFTER_S, hold_s):  # the clock was stepped back
                 at = now
+            at = max(at, self.channel.hours.quiet_until(notice.message.severity, now) or at)
             if notice.id in self._kept:
                 at = math.inf
             heads[key] = (at, notice)
@@ -245,7 +249,7 @@ class Worker:
         self._kept.clear()  # it takes ours again
         if message.status == "resolved":
             self._accepted_at.pop(message.key, None)
-        elif self.channel.min_visible_s:
+        elif self.channel.min_visible_s or self.channel.hours.repeat_s:
             self._accepted_at[message.key] = now
         tries = notice.tries + 1
         log.info("notice_sent", channel=self.name, alert=message.key, status=message.status, tries=tries)
@@ -287,6 +291,31 @@ class Worker:
         wait = outcome if isinstance(outcome, TryLater) else TryLater(str(outcome), LONGEST_WAIT_S)
         self._pause(wait, self._clock())
         return self._pause_until
+
+    def _repeat(self, now: float) -> float:
+        """Tell again what still fires and was told long enough ago; returns when the next is due.
+
+        After a restart a repeat counts from the first telling: at most one comes too soon.
+        """
+        every_s, next_at = self.channel.hours.repeat_s, math.inf
+        if every_s is None:
+            return next_at
+        for message in self.channel.hours.firing():
+            told_at = self._accepted_at.get(message.key)
+            if told_at is None:  # its first telling is still owed
+                continue
+            at = max(told_at + every_s, self.channel.hours.quiet_until(message.severity, now) or 0.0)
+            if at <= now and not self._stopping:
+                outcome = self._try(partial(self.channel.send, [Notice(0, self.name, message, now, now)], now))
+                if isinstance(outcome, TryLater):
+                    self._pause(outcome, self._clock())
+                    return self._pause_until
+                log.info("notice_repeated", channel=self.name, alert=message.key,
+                         error=str(outcome) if isinstance(outcome, Rejected) else None)
+                self._accepted_at[message.key] = now  # also where it was refused: not again before the next time
+                at = now + every_s
+            next_at = min(next_at, at)
+        return next_at
 
     def _pause(self, failure: TryLater, now: float) -> None:
         self._failures += 1

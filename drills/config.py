@@ -12,6 +12,7 @@ from datetime import date, timedelta
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
+from agent import daytime
 from agent.config import TARGET_WAYS, Config, DrillConfig, DrillHolds, EngineConfig, day_window, target_name
 from agent.model import Rule
 from agent.strict import ConfigErrors, Fault, Unfit, cut, did_you_mean
@@ -124,7 +125,7 @@ def _schedule_faults(config: Config, drill: DrillConfig) -> Iterator[Fault]:
         return
     window = None if schedule.window is None else day_window(schedule.window)
     minutes = cron.minutes_of_day(schedule.cron)
-    if not any(cron.in_window(window, minute) for minute in minutes):
+    if window is not None and not any(daytime.in_window(window, minute) for minute in minutes):
         due = f"{minutes[0] // 60:02d}:{minutes[0] % 60:02d}"
         message = f"cron is due at {due}, which is never inside the window {schedule.window}"
         yield places.fault(f"{drill.at}.schedule.window", message, "move one of them into the other")

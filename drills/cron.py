@@ -13,10 +13,10 @@ from zoneinfo import ZoneInfo
 
 from cronsim import CronSim, CronSimError
 
+from agent import daytime
+from agent.daytime import DAY_MINUTES
 from agent.strict import Unfit
 from drills.model import Schedule
-
-DAY_MINUTES = 1440
 
 
 def check(cron: str) -> None:
@@ -70,19 +70,10 @@ def dues_between(cron: str, zone: str, after: float, until: float, most: int) ->
     return found
 
 
-def in_window(window: tuple[int, int] | None, minute: int) -> bool:
-    """Whether a minute of the day lies in a window, which may wrap midnight; None: the whole day."""
-    if window is None:
-        return True
-    start, end = window
-    return start <= minute < end if start < end else minute >= start or minute < end
-
-
 def closed(schedule: Schedule, at: float) -> str:
     """Why a drill may not begin at `at`: its window or a blackout; "" where it may."""
     local = datetime.fromtimestamp(at, ZoneInfo(schedule.zone))
-    if not in_window(schedule.window, local.hour * 60 + local.minute):
-        assert schedule.window is not None  # noqa: S101
+    if schedule.window is not None and not daytime.in_window(schedule.window, local.hour * 60 + local.minute):
         start, end = (f"{minute // 60:02d}:{minute % 60:02d}" for minute in schedule.window)
         return f"{local:%H:%M} is outside the window {start}-{end} {schedule.zone}"
     for first, end in schedule.blackouts:
@@ -94,11 +85,7 @@ def closed(schedule: Schedule, at: float) -> str:
 
 def window_left_s(schedule: Schedule, at: float) -> float:
     """How long the window that is open at `at` stays open; a day where there is none."""
-    if schedule.window is None:
-        return DAY_MINUTES * 60.0
-    local = datetime.fromtimestamp(at, ZoneInfo(schedule.zone))
-    minute = local.hour * 60 + local.minute
-    return ((schedule.window[1] - minute - 1) % DAY_MINUTES + 1) * 60.0 - local.second
+    return DAY_MINUTES * 60.0 if schedule.window is None else daytime.left_s(schedule.window, schedule.zone, at)
 
 
 def daily(schedule: Schedule, due_at: float, after: float) -> float:
@@ -109,7 +96,8 @@ def daily(schedule: Schedule, due_at: float, after: float) -> float:
     zone = ZoneInfo(schedule.zone)
     local = datetime.fromtimestamp(due_at, zone)
     own = local.hour * 60 + local.minute
-    inside = [minute for minute in minutes_of_day(schedule.cron) if in_window(schedule.window, minute)]
+    inside = [minute for minute in minutes_of_day(schedule.cron)
+              if schedule.window is None or daytime.in_window(schedule.window, minute)]
     hour, minute = divmod(own if not inside or own in inside else inside[0], 60)
     at = after
     for at in islice(dues(f"{minute} {hour} * * *", schedule.zone, after), 366):

@@ -22,6 +22,7 @@ from agent.__main__ import main
 from agent.model import Rule
 from agent.web.app import PRIVATE, make_app
 from agent.web.server import serve_unix
+from tests.receiver import Receiver, Reply
 from tests.test_web import CATALOGUE, NOW, FakeView
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -449,14 +450,14 @@ def test_help_has_one_line_for_each_command(cli: Cli) -> None:
     lines = out[out.index("Commands:") :].splitlines()[1:]
     told = dict(line.strip().split(None, 1) for line in lines if line.strip())
     assert code == 0
-    assert set(told) == {"run", "check", "doctor", "alerts", "record", "backtest", "config", "rules", "drill", "drilld",
-                         "report"}
+    assert set(told) == {"run", "check", "doctor", "alerts", "record", "backtest", "config", "notify", "rules", "drill",
+                         "drilld", "report"}
     assert not [line for line in lines if line.endswith("...")]
     assert "config check" in told["config"]
     assert "rules list" in told["rules"]
-    plain = [[name] for name in told if name not in ("config", "rules", "drill")]
+    plain = [[name] for name in told if name not in ("config", "notify", "rules", "drill")]
     drill = [["drill", name] for name in ("list", "plan", "run", "abort", "heal", "history", "unit")]
-    for words in (*plain, *drill, ["config", "check"], ["rules", "list"]):
+    for words in (*plain, *drill, ["config", "check"], ["notify", "test"], ["rules", "list"]):
         out = cli(*words, "--help")[1]
         assert "--config FILE" in out, words
         silent = words[0] in ("run", "record", "drilld", "report") or words in (["drill", "unit"], ["drill", "abort"])
@@ -566,3 +567,41 @@ def test_rule_fires_are_words() -> None:
         _rule_row(Rule("a", "s", ">", 85.0, "page"), "celsius")["fires"],
     ]
     assert fires == [">= 0.5 × slo.ttft_p99", "> slo.itl_p99", "> 85 °C"]
+
+
+# ---- notify test ----
+
+
+def test_every_channel_is_tried_with_a_marked_alert_and_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One works, one is refused, the heartbeat beats; whoever reads it sees that nothing is wrong."""
+    with Receiver() as good, Receiver(lambda _: Reply(401)) as bad:
+        monkeypatch.setenv("HOOK", f"{bad.url}/services/SECRETPART")
+        config = tmp_path / "notify.yaml"
+        config.write_text(f"""
+node: gpu-17
+notify:
+  - webhook: {{url: "{good.url}/hook"}}
+  - slack: {{webhook_env: HOOK}}
+  - heartbeat: {{url: "{good.url}/beat"}}
+""")
+        monkeypatch.setattr(sys, "argv", ["tocsin", "--config", str(config), "notify", "test"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+
+    out = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 1
+    assert out[0] == "webhook: delivered"
+    assert out[1].startswith(f"slack: NOT delivered: {bad.url}: 401 Unauthorized")
+    assert out[2] == "heartbeat: delivered"
+    fired, resolved = (arrival.json for arrival in good.arrivals if arrival.path == "/hook")
+    assert (fired["status"], resolved["status"]) == ("firing", "resolved")
+    assert fired["alerts"][0]["labels"] == resolved["alerts"][0]["labels"]
+    assert fired["commonAnnotations"]["summary"].startswith("TEST of Tocsin's channels from gpu-17: nothing is wrong")
+
+
+def test_nobody_to_tell(cli: Cli) -> None:
+    """No channel at all: that is what a test should find first."""
+    code, _, err = cli("notify", "test")
+    assert (code, "nobody is told" in err) == (3, True)

@@ -175,6 +175,23 @@ def test_c108_misspelt_key_in_tocsin_yaml(tmp_path: Path) -> None:
     assert faults_of(text, tmp_path) == ["3: notify[0].mathc: unknown key; did you mean match?"]
 
 
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ("slack: {webhook_env: X}, quiet: {window: '20:00-08:00', severity: [page]}", "a page is never held back"),
+        ("alertmanager: {urls: ['http://h']}, repeat: 4h", "Alertmanager has that itself"),
+        ("alertmanager: {urls: ['http://h']}, quiet: {window: '20:00-08:00'}", "Alertmanager has that itself"),
+        ("heartbeat: {url: 'http://h/'}, repeat: 4h", "a heartbeat has `every`"),
+        ("slack: {token_env: X}", "slack.channel: is missing: a bot's token reaches many"),
+        ("slack: {webhook_env: X, channel: '#a'}", "slack.channel: is the webhook's own"),
+        ("slack: {webhook_env: X, token_env: Y, channel: '#a'}", "token_env and webhook_env are both written"),
+    ],
+)
+def test_a_channel_that_asks_for_what_it_cannot_have(item: str, said: str, tmp_path: Path) -> None:
+    """It was loaded, and did what nobody had meant."""
+    assert said in "\n".join(faults_of(f"notify: [{{{item}}}]\n", tmp_path))
+
+
 # ---- secrets ----
 
 

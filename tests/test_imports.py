@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent": Row(),
     "agent.model": Row(),
     "agent.retry_after": Row(),
+    "agent.daytime": Row("", "zoneinfo"),
     "agent.stats": Row(),
     "agent.exposition": Row("agent.model", "sys"),  # sys.intern
     "agent.windows": Row("agent.model"),
@@ -62,14 +63,15 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sources.nvml": Row("agent.model agent.sources.nvml_values", WORLD),
     "agent.sources.nvml_values": Row("agent.model", "pynvml"),
     "agent.notifiers": Row(
-        "agent.config agent.model agent.notifiers.alertmanager agent.notifiers.channel agent.notifiers.heartbeat"
-        " agent.notifiers.pagerduty agent.notifiers.slack agent.notifiers.webhook",
-        "pathlib",
+        "agent agent.config agent.daytime agent.model agent.notifiers.alertmanager agent.notifiers.channel"
+        " agent.notifiers.heartbeat agent.notifiers.pagerduty agent.notifiers.slack agent.notifiers.webhook",
+        "fnmatch pathlib",
     ),
     "agent.notifiers.channel": Row("agent.model agent.retry_after", WORLD),
     "agent.notifiers.alertmanager": Row("agent.model agent.notifiers.channel"),
     "agent.notifiers.heartbeat": Row("agent.model agent.notifiers.channel"),
     "agent.notifiers.webhook": Row("agent.model agent.notifiers.channel"),
+    "agent.notifiers.trial": Row("agent.model agent.notifiers", "time"),
     "agent.notifiers.pagerduty": Row("agent.model agent.notifiers.channel", "msgspec"),
     "agent.notifiers.slack": Row("agent.model agent.notifiers.channel", "msgspec"),
     "agent.store": Row("agent.model", WORLD),
@@ -95,8 +97,9 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.record": Row("agent.exposition agent.model agent.sources.fetch", WORLD),
     "agent.show": Row("agent.words", "rich shutil"),
     "agent.__main__": Row(
-        "agent.backtest agent.client agent.config agent.model agent.oneshot agent.record agent.show agent.signals"
-        " agent.sources.nvml agent.strict agent.words drills drills.cli drills.config rules",
+        "agent.backtest agent.client agent.config agent.model agent.notifiers agent.notifiers.trial agent.oneshot"
+        " agent.record agent.show agent.signals agent.sources.nvml agent.strict agent.words drills drills.cli"
+        " drills.config rules",
         "msgspec os pathlib signal sys threading typer",
     ),
     "runbooks": Row(),
@@ -114,8 +117,8 @@ MAY_IMPORT: dict[str, Row] = {
         "drills drills.definition drills.escape drills.judge drills.model drills.plots",
         "base64 jinja2 markupsafe msgspec pathlib xml.etree",
     ),
-    "drills.cron": Row("agent.strict drills.model", "cronsim zoneinfo"),
-    "drills.config": Row("agent.config agent.model agent.strict drills drills.cron drills.model"),
+    "drills.cron": Row("agent agent.daytime agent.strict drills.model", "cronsim zoneinfo"),
+    "drills.config": Row("agent agent.config agent.daytime agent.model agent.strict drills drills.cron drills.model"),
     "drills.guards": Row(
         "agent.client agent.config agent.strict drills drills.cron drills.faults drills.faults.packet_loss"
         " drills.ledger drills.lock drills.model drills.targets drills.watch",
@@ -173,13 +176,14 @@ MAY_IMPORT: dict[str, Row] = {
 }
 # The agent's client, nouns and configuration file, and the catalogue by which rules are checked; never its inside.
 AGENT_FOR_DRILLS = {
-    "agent", "agent.client", "agent.config", "agent.model", "agent.retry_after", "agent.sdnotify", "agent.signals",
-    "agent.strict",
+    "agent", "agent.client", "agent.config", "agent.daytime", "agent.model", "agent.retry_after", "agent.sdnotify",
+    "agent.signals", "agent.strict",
 }
 # What only an edge may do: ask what time it is. Everybody else is told.
 CLOCK_READERS = {
     "drills.ledger": "stamps its entries",
     "drills.holder": "stamps its events",
+    "agent.notifiers.trial": "stamps its test alert",
     "drills.runner": "the run's own clock",
     "drills.daemon": "when drills are due",
     "drills.history": "stamps the end of a run that was killed",

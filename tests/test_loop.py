@@ -14,9 +14,9 @@ import pytest
 from agent import client
 from agent.daemon import DATABASE
 from agent.loop import Agent, Collector, doctor_report
-from agent.model import Batch, EngineFacts, Found, Gap, GpuFacts, Sample, Why
+from agent.model import Batch, EngineFacts, Found, Gap, GpuFacts, Sample, Severity, Why
 from agent.node import Node, Setup
-from agent.notifiers import Channel, Route
+from agent.notifiers import Channel, Route, Wanted
 from agent.notifiers.webhook import Webhook
 from agent.outbox import Outbox
 from agent.show import check_report
@@ -114,7 +114,8 @@ class Life:
         self.agent = Agent(node, Collector(sources, lambda: self.clocks.unix, lambda: self.clocks.mono), store,
                            clock=lambda: self.clocks.unix, monotonic=lambda: self.clocks.mono)
         self.agent.restore()
-        self.agent.routes = [Route(channel, frozenset(("page", "ticket"))) for channel in channels]
+        told = frozenset[Severity](("page", "ticket"))
+        self.agent.routes = [Route(channel, Wanted(channel.name, told)) for channel in channels]
         self.agent.outbox = Outbox(store, channels, lambda: self.clocks.unix, lambda low, _: low)
         return self.agent
 

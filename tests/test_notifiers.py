@@ -11,6 +11,7 @@ import subprocess
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -640,6 +641,36 @@ def test_a_channel_keeps_its_name_whatever_else_is_configured(
     assert set(names.values()) == set(want), story
     routes = build_channels(new, Needs(list, lambda: True), names)
     assert [route.channel.name for route in routes] == want, story
+
+
+def test_routes_by_rule_and_subject_quiet_hours_and_repeats(tmp_path: Path) -> None:
+    """Hardware tickets go to the hardware team, not at night: 21:30 in Berlin (UTC+1) is quiet until 08:00."""
+    config = config_of(tmp_path, """
+notify:
+  - slack: {webhook_env: HARDWARE}
+    match: {rule: ["gpu-*"], subject: ["GPU-8*"]}
+    quiet: {window: "20:00-08:00", zone: Europe/Berlin}
+    repeat: 4h
+""")
+    hot = replace(message(), labels={"rule": "gpu-temperature", "subject": "GPU-8f6a"})
+    others = [replace(message(), labels={"rule": rule, "subject": subject}) for rule, subject in (
+        ("gpu-temperature", "GPU-77aa"), ("kv-cache-utilization", "GPU-8f6a"))]
+    (route,) = build_channels(config, Needs(lambda: [hot, *others], lambda: True), channel_names(config, {}))
+    assert owed_to([route], [hot, *others]) == [("slack", hot)]
+    hours = route.channel.hours
+    assert (hours.repeat_s, list(hours.firing())) == (14400.0, [hot])
+    night, day = NOW + 13 * 3600.0, NOW + 3600.0  # 20:30:38Z and 08:30:38Z
+    assert hours.quiet_until("ticket", night) == NOW + 23 * 3600.0 + 29 * 60 + 22  # 07:00Z
+    assert hours.quiet_until("ticket", day) is None
+    assert hours.quiet_until("page", night) is None
+
+
+def test_a_pager_that_is_told_of_some_rules_is_told_of_their_pages(tmp_path: Path) -> None:
+    """`match` by rule alone made tickets of a pager's wake people."""
+    text = "notify: [{pagerduty: {routing_key_env: X}, match: {rule: [gpu-*]}}]\n"
+    config = config_of(tmp_path, text)
+    (route,) = build_channels(config, Needs(list, lambda: True), channel_names(config, {}))
+    assert route.wants.severities == {"page"}
 
 
 def test_a_channels_identity_tells_no_secret(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from agent.model import AlertMessage, Book, Notice, Rejected, TryLater
-from agent.notifiers.channel import BadMessage, Channel
+from agent.notifiers.channel import BadMessage, Channel, Hours
 from agent.notifiers.webhook import Webhook
 from agent.outbox import Outbox, Worker
 from agent.store import Store
@@ -454,3 +454,52 @@ def test_kill_9_loses_no_page_and_keeps_their_order(tmp_path: Path, kills: int) 
         assert states.index("firing") < states.index("resolved"), (n, states)
         assert states[states.index("resolved") :] == ["resolved"] * states.count("resolved"), (n, states)
     assert len(got) <= len(set(got)) + 2 * kills  # twice only what was under way when it was killed
+
+
+# ---- quiet hours and repeats ----
+
+
+def test_a_ticket_waits_for_the_morning_and_a_page_does_not(store: Store) -> None:
+    """Quiet until 3,000 s: the ticket and its end come then, in order; the page came at once."""
+    clock = Clock()
+    tape = Tape(clock)
+    tape.hours = Hours(lambda severity, now: 3000.0 if severity == "ticket" and now < 3000.0 else None)
+    worker = worker_of(store, tape, clock)
+    owe(store, 1000.0, message("ticket", severity="ticket"), message("page"))
+    owe(store, 1060.0, message("ticket", "resolved", "ticket"))
+
+    play(worker, clock, 4000.0)
+
+    assert tape.sent == [(1000.0, "page", "firing"), (3000.0, "ticket", "firing"), (3000.0, "ticket", "resolved")]
+
+
+def test_what_still_fires_is_told_again(store: Store) -> None:
+    """Every 600 s while it fires; a failing one is tried again, one that ended is told no more."""
+    clock = Clock()
+    tape, fires = Tape(clock), [message("a")]
+    tape.hours = Hours(repeat_s=600.0, firing=lambda: fires)
+    worker = worker_of(store, tape, clock)
+    owe(store, 1000.0, message("a"))
+
+    play(worker, clock, 1599.0)
+    tape.faults = [TryLater("503", 7.0)]
+    play(worker, clock, 2300.0)
+    fires.clear()
+    play(worker, clock, 9000.0)
+
+    assert tape.sent == [(1000.0, "a", "firing"), (1607.0, "a", "firing"), (2207.0, "a", "firing")]
+
+
+def test_a_repeat_keeps_quiet_hours_and_waits_for_the_first_telling(store: Store) -> None:
+    """It was told again at night; and the second telling of a page overtook the first."""
+    clock = Clock()
+    tape = Tape(clock)
+    tape.hours = Hours(lambda severity, now: 5000.0 if 2000.0 <= now < 5000.0 else None, 600.0, lambda: [message("a")])
+    worker = worker_of(store, tape, clock)
+    play(worker, clock, 1500.0)
+    assert tape.sent == []
+    owe(store, 1500.0, message("a"))
+
+    play(worker, clock, 5500.0)
+
+    assert tape.sent == [(1500.0, "a", "firing"), (5000.0, "a", "firing")]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,20 +15,22 @@ from agent.config import (
     ChannelKind,
     Config,
     HeartbeatConfig,
+    Match,
     NotifyConfig,
     SecretUnreadable,
     WebhookConfig,
+    day_window,
     read_secret,
 )
 from agent.model import ROUTE, AlertMessage, Severity, TryLater
 from agent.notifiers.alertmanager import Alertmanager
-from agent.notifiers.channel import Channel
+from agent.notifiers.channel import Channel, Hours
 from agent.notifiers.heartbeat import Heartbeat
 from agent.notifiers.pagerduty import EVENTS_URL, PagerDuty
 from agent.notifiers.slack import Slack
 from agent.notifiers.webhook import Webhook
 
-__all__ = ["NOTIFIERS", "Channel", "Needs", "Route", "build_channels", "channel_names", "owed_to"]
+__all__ = ["NOTIFIERS", "Channel", "Needs", "Route", "Wanted", "build_channels", "channel_names", "owed_to"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +42,30 @@ class Needs:
     external_url: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a channel is told: these severities, of rules and subjects that one of the patterns matches."""
+
+    channel: str
+    severities: frozenset[Severity]
+    rules: Sequence[str] = ("*",)
+    subjects: Sequence[str] = ("*",)
+
+    def __call__(self, message: AlertMessage) -> bool:
+        """Whether it is told of an alert."""
+        rule, subject = (message.labels.get(name, "") for name in ("rule", "subject"))
+        return (message.severity in self.severities
+                # A drill may have its alerts told to one channel alone, so that no other is woken.
+                and message.annotations.get(ROUTE, self.channel) == self.channel
+                and any(fnmatchcase(rule, pattern) for pattern in self.rules)
+                and any(fnmatchcase(subject, pattern) for pattern in self.subjects))
+
+
 class Route(NamedTuple):
-    """A channel and the severities that it is told."""
+    """A channel and what it is told."""
 
     channel: Channel
-    severities: frozenset[Severity]
+    wants: Wanted
 
 
 Build = Callable[[str, NotifyConfig, Needs], Channel]
@@ -51,9 +74,7 @@ Build = Callable[[str, NotifyConfig, Needs], Channel]
 def _alertmanager(name: str, item: NotifyConfig, needs: Needs) -> Channel:
     config = item.alertmanager
     assert config is not None  # noqa: S101  (the table below is keyed by it)
-    # It is told again and again of what fires: not of what a drill had routed to another channel.
-    return Alertmanager(name, config.urls, lambda: [m for m in needs.firing() if _is_for(m, name)], config.resend,
-                        config.min_visible)
+    return Alertmanager(name, config.urls, needs.firing, config.resend, config.min_visible)
 
 
 def _webhook(name: str, item: NotifyConfig, needs: Needs) -> Channel:
@@ -128,20 +149,40 @@ def build_channels(config: Config, needs: Needs, names: Mapping[str, str]) -> li
     """Every configured channel, by its name."""
     routes: list[Route] = []
     for identity, item in _identities(config):
+        name, match = names[identity], item.match or Match()
         severities: tuple[Severity, ...] = () if item.kind == "heartbeat" else item.severities
-        routes.append(Route(NOTIFIERS[item.kind](names[identity], item, needs), frozenset(severities)))
+        wants = Wanted(name, frozenset(severities), match.rule, match.subject)
+        own = replace(needs, firing=partial(_firing, wants, needs))
+        channel = NOTIFIERS[item.kind](name, item, own)
+        channel.hours = _hours(item, own)
+        routes.append(Route(channel, wants))
     return routes
+
+
+def _firing(wants: Wanted, needs: Needs) -> list[AlertMessage]:
+    """What fires now and a channel is told: it may be told of it again and again."""
+    return list(filter(wants, needs.firing()))
+
+
+def _hours(item: NotifyConfig, needs: Needs) -> Hours:
+    """Quiet hours, and how often what still fires is told again."""
+    hours, quiet = Hours(repeat_s=item.repeat, firing=needs.firing), item.quiet
+    if quiet is None:
+        return hours
+    from agent import daytime  # time zones: only where they are asked for
+
+    window, zone, severities = day_window(quiet.window), quiet.zone, quiet.severity
+
+    def quiet_until(severity: Severity, now: float) -> float | None:
+        is_quiet = severity in severities and daytime.in_window(window, daytime.minute_of_day(zone, now))
+        return now + daytime.left_s(window, zone, now) if is_quiet else None
+
+    return replace(hours, quiet_until=quiet_until)
 
 
 def owed_to(routes: Sequence[Route], messages: Iterable[AlertMessage]) -> list[tuple[str, AlertMessage]]:
     """Who must be told what, as Store.commit_tick takes it."""
-    return [(route.channel.name, m) for m in messages for route in routes
-            if m.severity in route.severities and _is_for(m, route.channel.name)]
-
-
-def _is_for(message: AlertMessage, channel: str) -> bool:
-    """Whether a channel is told; a drill may have its alerts told to one alone, so that no other is woken."""
-    return message.annotations.get(ROUTE, channel) == channel
+    return [(route.channel.name, m) for m in messages for route in routes if route.wants(m)]
 
 
 def _address(config: WebhookConfig | HeartbeatConfig) -> Callable[[], str]:

@@ -12,7 +12,8 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
@@ -23,7 +24,7 @@ import requests
 import requests.auth
 import urllib3
 
-from agent.model import AlertMessage, Notice, Rejected, TryLater
+from agent.model import AlertMessage, Notice, Rejected, Severity, TryLater
 from agent.retry_after import retry_after_s
 
 CONNECT_S = 3.05
@@ -33,6 +34,22 @@ BODY_LIMIT = 4096  # bytes of an answer that anyone would read
 
 class BadMessage(Rejected):
     """Refused for what is in it: another message may pass."""
+
+
+def _never_quiet(severity: Severity, now: float) -> float | None:  # noqa: ARG001
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Hours:
+    """When a channel is told. `quiet_until`: until when what has a severity waits, None where it does not.
+
+    What `firing` gives, everything that fires now and that it is told, is told again every `repeat_s`.
+    """
+
+    quiet_until: Callable[[Severity, float], float | None] = _never_quiet
+    repeat_s: float | None = None
+    firing: Callable[[], Iterable[AlertMessage]] = tuple
 
 
 class Channel:
@@ -45,6 +62,7 @@ class Channel:
     name: str
     batch: int = 1
     min_visible_s: float = 0.0
+    hours: Hours = Hours()
 
     def send(self, notices: Sequence[Notice], now: float) -> Mapping[int, Rejected]:
         """Deliver `notices`, oldest first; returns those that were refused, by id. The others are delivered.

@@ -231,7 +231,7 @@ def test_one_logical_request_has_one_key_and_an_id_for_each_attempt(server: Open
     """vLLM takes X-Request-Id for its own, and answers 400 to a second attempt with an id that still runs there."""
     with client_of(server) as client:
         for number in (1, 2):
-            client.attempt("logical-7", number, "Count.", time.monotonic() + 2)
+            client.attempt("logical-7", number, "Count.", time.monotonic() + 30)
 
     assert [(s.key, s.request_id, s.attempt) for s in server.log] == [
         ("logical-7", "logical-7", 1), ("logical-7", "logical-7-2", 2)
@@ -244,7 +244,7 @@ def test_connections_are_kept_or_new_as_declared(server: OpenAiServer, connectio
     with client_of(server, connections=connections) as client:
         for how in (Behaviour(), Behaviour(status=500), Behaviour()):
             server.set(how)
-            client.attempt("logical-1", 1, "Count.", time.monotonic() + 2)
+            client.attempt("logical-1", 1, "Count.", time.monotonic() + 30)
 
     assert server.connections == want
 
@@ -252,11 +252,11 @@ def test_connections_are_kept_or_new_as_declared(server: OpenAiServer, connectio
 def test_a_kept_connection_that_the_server_closed_is_no_error(server: OpenAiServer) -> None:
     """uvicorn closes an idle connection after 5 s: the next request went into it, and read as a reset."""
     with client_of(server) as client:
-        first = client.attempt("logical-1", 1, "Count.", time.monotonic() + 2)
+        first = client.attempt("logical-1", 1, "Count.", time.monotonic() + 30)
         server.stop()
         server.start()
 
-        second = client.attempt("logical-2", 1, "Count.", time.monotonic() + 2)
+        second = client.attempt("logical-2", 1, "Count.", time.monotonic() + 30)
 
     assert (first.outcome, second.outcome) == ("ok", "ok")
 
@@ -264,10 +264,10 @@ def test_a_kept_connection_that_the_server_closed_is_no_error(server: OpenAiServ
 def test_a_connection_that_breaks_under_way_is_told(server: OpenAiServer) -> None:
     """A client that silently tries again on a fresh connection hides just what the drill looks for."""
     with client_of(server) as client:
-        client.attempt("logical-1", 1, "Count.", time.monotonic() + 2)
+        client.attempt("logical-1", 1, "Count.", time.monotonic() + 30)
         server.set(Behaviour(fault="reset"))
 
-        got = client.attempt("logical-2", 1, "Count.", time.monotonic() + 2)
+        got = client.attempt("logical-2", 1, "Count.", time.monotonic() + 30)
 
     assert got.outcome == "reset"
     assert len(server.log) == 2
