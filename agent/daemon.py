@@ -84,7 +84,7 @@ def build(config: Config, rules: RuleSet) -> Agent:
                   notes=[*without_function(config), *rules.notes])
     agent.restore()
     names = channel_names(config, store.meta(CHANNELS) or {})
-    routes = build_channels(config, Needs(agent.firing, agent.healthy, config.external_url), names)
+    routes = build_channels(config, Needs(agent.firing, agent.healthy, config.external_url, agent.incidents), names)
     agent.routes = routes
     agent.outbox = Outbox(store, [route.channel for route in routes], time.time)
     agent.outbox.give_up_unknown()

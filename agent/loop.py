@@ -16,9 +16,21 @@ from typing import Any
 import msgspec
 import structlog
 
-from agent.model import Alert, AlertMessage, Announcement, Batch, Book, EngineFacts, Sample, Signal, Source, Transition
+from agent.model import (
+    Alert,
+    AlertMessage,
+    Announcement,
+    Batch,
+    Book,
+    EngineFacts,
+    IncidentMessage,
+    Sample,
+    Signal,
+    Source,
+    Transition,
+)
 from agent.node import Node
-from agent.notifiers import Route, owed_to
+from agent.notifiers import Route, owed_for_incidents, owed_to
 from agent.outbox import ChannelStatus, Outbox
 from agent.store import FrameRow, LayoutRow, NotSaved, Store, StoreError
 from agent.web.metrics import SourceStat
@@ -170,7 +182,7 @@ class Agent:
         dt_s = min(max(0.0, mono - self._ticked_mono), LATE_INTERVALS * self.node.setup.poll_s)
         if self._tick_at is None:
             dt_s = 0.0
-        before = self.node.book
+        before = self.node.book, self.node.incidents
         try:
             with self._lock:
                 for batch in batches:
@@ -180,11 +192,12 @@ class Agent:
                 self._probed = {}
                 self.node.take(self._of_ourselves(now))
                 transitions = self.node.step(now, dt_s)
-                notices = self._notices(transitions, now) + owed_to(self.routes, self.node.no_longer_diverted())
+                notices = self._notices(transitions, now)
                 frames, layouts = self._frames(self.node.windows.unsaved())
                 learned = asdict(self.node.learned)
         except BaseException:
-            self.node.book = before  # what was not handed over must happen again, or its page is lost
+            # What was not handed over must happen again, or its page is lost.
+            self.node.book, self.node.incidents = before
             raise
         self._save(now, transitions, notices, frames, layouts, learned)  # from here on they are owed, whatever fails
         for change in transitions:
@@ -206,9 +219,11 @@ class Agent:
         return {} if self.outbox is None else self.outbox.status()
 
     def _notices(self, transitions: Sequence[Transition], now: float) -> list[tuple[str, AlertMessage]]:
-        told = [c for c in transitions if c.kind in ("firing", "resolved")]
-        return owed_to(self.routes, [self.node.message(c.alert, now if c.kind == "resolved" else None, c.why)
-                                     for c in told])
+        ends = {"firing": None, "resolved": now}
+        told = [self.node.message(c.alert, ends[c.kind], c.why) for c in transitions if c.kind in ends]
+        undiverted = self.node.no_longer_diverted()
+        return owed_to(self.routes, [*told, *undiverted]) + owed_for_incidents(
+            self.routes, self.node.incidents_told(told, undiverted))
 
     def _frames(self, rows: Iterable[Row]) -> tuple[list[FrameRow], list[LayoutRow]]:
         frames, layouts = [], []
@@ -338,6 +353,11 @@ class Agent:
         """Everything that fires now, for the Alertmanager's resend."""
         with self._lock:
             return self.node.firing()
+
+    def incidents(self) -> list[IncidentMessage]:
+        """Every open incident, for those who are told again."""
+        with self._lock:
+            return self.node.incidents_open()
 
     def healthy(self) -> bool:
         """The tick is in time: what the heartbeat promises."""

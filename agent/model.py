@@ -341,6 +341,15 @@ ROUTE = "route_to"  # annotation of an alert of a drill that only one channel is
 
 
 @dataclass(frozen=True, slots=True)
+class IncidentMessage:
+    """An incident as one page, and the alerts that it is made of as they would be told one by one."""
+
+    change: Literal["opened", "updated", "resolved"]
+    message: AlertMessage
+    alerts: tuple[AlertMessage, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Announcement:
     """Which alerts a drill will cause, until when (unix seconds), and on what.
 

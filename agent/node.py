@@ -12,8 +12,9 @@ from typing import Any
 from urllib.parse import quote
 
 from agent import evaluate as machine
+from agent import incidents, words
 from agent import signals as catalogue
-from agent import words
+from agent.incidents import Incident
 from agent.model import (
     ROUTE,
     SEVERITY_RANK,
@@ -25,6 +26,7 @@ from agent.model import (
     Book,
     EngineFacts,
     GpuFacts,
+    IncidentMessage,
     Rule,
     Sample,
     Severity,
@@ -69,6 +71,7 @@ class Learned:
     announced: dict[str, dict[str, Any]] = field(default_factory=dict)  # run -> a drill's Announcement
     diverted: list[list[str]] = field(default_factory=list)  # [rule, subject] told to one channel alone
     told: dict[str, dict[str, str]] = field(default_factory=dict)  # signal -> subject -> what drilld says of it
+    incidents: dict[str, dict[str, Any]] = field(default_factory=dict)  # id -> an open Incident
 
 
 class Node:
@@ -88,6 +91,9 @@ class Node:
         self.users: dict[str, float] = {}  # address that users use -> when a prober last told of it
         self.first_at: float | None = None
         self.rules = {rule.id: rule for rule in setup.rules}
+        self.causes = incidents.can_cause(setup.rules)
+        self.incidents: Mapping[str, Incident] = {}
+        self.incident_changes: Sequence[tuple[incidents.Change, Incident]] = ()
         self.scene = Scene(self.windows, 0.0, setup.node, setup.slo, {})  # nothing is known before the first step
 
     # --- learning ---------------------------------------------------------------------------------------------------
@@ -96,6 +102,7 @@ class Node:
         """Take back what an earlier run knew, but of what is no longer configured: its alerts close."""
         self.book = book
         self.learned = Learned(**{k: v for k, v in learned.items() if k in Learned.__dataclass_fields__})
+        self.incidents = {name: incidents.from_plain(told) for name, told in self.learned.incidents.items()}
         configured = {target.name for target in self.setup.targets}
         for name in [n for n in self.learned.targets if n not in configured]:
             del self.learned.targets[name]
@@ -211,7 +218,81 @@ class Node:
                 alerts[(alert.rule, alert.subject)] = alert
             named.append(replace(change, alert=alert))
         self.book = Book(alerts, book.resolved_at)
+        self._group(now)
         return named
+
+    def _group(self, now: float) -> None:
+        """Which alert is of which incident from now on."""
+        firing = [alert for alert in self.book.alerts.values() if alert.state == "firing"]
+        step = incidents.group(self.incidents, firing, self.causes, self._related, self.setup.node, now)
+        self.incidents, self.incident_changes = step.open, step.changes
+        self.learned.incidents = {name: asdict(incident) for name, incident in step.open.items()}
+
+    def _related(self, one: str, other: str) -> bool:
+        """Whether two subjects belong together: one engine's, or that of the GPU below it; all are the node's."""
+        if one == other or self.setup.node in (one, other):
+            return True
+        owners = [self.scene.target_of(subject) or self.scene.target_on(subject) for subject in (one, other)]
+        return owners[0] is not None and owners[0] == owners[1]
+
+    def incident_of(self, key: AlertKey) -> Incident | None:
+        """The incident that an alert is of, or was of until this step."""
+        ended = [incident for _, incident in self.incident_changes if incident.ended_at is not None]
+        return next((i for i in (*self.incidents.values(), *ended) if any(m.key == key for m in i.members)), None)
+
+    def incident_message(self, incident: Incident) -> AlertMessage:
+        """An incident as those channels get it that are told of one page, not of every alert."""
+        root, over = incident.members[0], incident.ended_at
+        root = next((m for m in incident.members if m.key == incident.root), root)
+        alert = self.book.alerts.get(incident.root)
+        texts = {} if alert is None else self.annotations(alert)
+        fired = [m for m in incident.members if m.key != incident.root]
+        texts["summary"] = texts.get("summary") or root.summary
+        if over is None:
+            texts["description"] = self._incident_body(incident, texts)
+        else:
+            texts["description"] = f"{words.ending(max(0.0, over - incident.opened_at), '')}\n" + "\n".join(
+                m.summary for m in (root, *fired))
+        texts["incident"] = incident.id
+        labels = {"alertname": alert_name(root.rule), "rule": root.rule, "node": self.setup.node,
+                  "subject": root.subject, "severity": "page"} if alert is None else dict(alert.labels)
+        url = "" if not self.setup.external_url else f"{self.setup.external_url}/"
+        return AlertMessage(incident.id, "firing" if over is None else "resolved", "page", labels, texts,
+                            incident.opened_at, over, url)
+
+    def incidents_told(self, told: Sequence[AlertMessage], undiverted: Sequence[AlertMessage]) -> list[IncidentMessage]:
+        """What this step changed of incidents, with the alerts that it told; what all must now hear of opens anew."""
+        by_key = {message.key: message for message in told}
+        found = [IncidentMessage(change, self.incident_message(incident), self._alerts_of(incident, by_key))
+                 for change, incident in self.incident_changes]
+        known = {one.message.key for one in found}
+        anew = {m.annotations.get("incident") for m in undiverted} - known
+        return found + [one for one in self.incidents_open() if one.message.key in anew]
+
+    def incidents_open(self) -> list[IncidentMessage]:
+        """Every open incident."""
+        return [IncidentMessage("opened", self.incident_message(incident), self._alerts_of(incident, {}))
+                for incident in self.incidents.values()]
+
+    def _alerts_of(self, incident: Incident, told: Mapping[str, AlertMessage]) -> tuple[AlertMessage, ...]:
+        """Its alerts that fire, and those that were just told."""
+        alerts = {f"{self.setup.node}/{m.rule}/{m.subject}": self.book.alerts.get(m.key) for m in incident.members}
+        firing = {key: self.message(alert) for key, alert in alerts.items() if alert is not None}
+        return tuple((firing | {key: told[key] for key in alerts if key in told}).values())
+
+    def _incident_body(self, incident: Incident, texts: Mapping[str, str]) -> str:
+        effects, actions = [], [texts.get("action", "")]
+        for member in incident.members:
+            alert = self.book.alerts.get(member.key)
+            if member.key == incident.root or alert is None or member.ended_at is not None:
+                continue
+            own = self.annotations(alert)
+            effects.append(own.get("summary", member.summary))
+            actions.append(own.get("action", ""))
+        cause = texts.get("description", texts["summary"])
+        told = cause.removesuffix(texts.get("action", "")).rstrip()
+        return words.incident(told, effects, list(dict.fromkeys(filter(None, actions))), words.the_ten(
+            [self._row(key, signal, 0.0) for key, signal in self.signals.items()]))
 
     def limit_of(self, rule: Rule, subject: str) -> float | None:
         """The limit that holds for a subject; None where the SLO that it needs is not promised."""
@@ -264,6 +345,9 @@ class Node:
             texts[ROUTE] = drill.get("route_to") or ""
         elif rule.signal == "qps_change" and (loads := self._drills_that_load()):
             texts["summary"] += f" (drill load of {', '.join(loads)})"
+        incident = self.incident_of((alert.rule, alert.subject))
+        if incident is not None:
+            texts |= {"incident": incident.id, "role": incident.role((alert.rule, alert.subject))}
         if self.setup.external_url:
             texts["runbook_url"] = f"{self.setup.external_url}/runbooks/{rule.id}"
         else:  # no link that a phone could open: then what to type
@@ -362,12 +446,12 @@ class Node:
         return [self.alert_row(a) for a in self.book.alerts.values()]
 
     def alert_row(self, alert: Alert, until: float | None = None) -> dict[str, Any]:
-        """One row of `tocsin alerts --json`, resolved where `until` is given. There are no incidents yet."""
+        """One row of `tocsin alerts --json`, resolved where `until` is given."""
         rule = self.rules.get(alert.rule)
         texts = self.annotations(alert) if until is None else alert.annotations
         return {"rule": alert.rule, "subject": alert.subject, "state": alert.state if until is None else "resolved",
                 "severity": alert.severity, "since": alert.since, "until": until, "value": alert.value,
-                "limit": alert.limit, "incident": None, "summary": texts.get("summary", ""),
+                "limit": alert.limit, "incident": texts.get("incident"), "summary": texts.get("summary", ""),
                 "description": texts.get("description", ""),
                 "unit": SIGNALS[rule.signal][0].unit if rule else ""}
 

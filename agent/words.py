@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agent.model import Alert, Rule, Signal
@@ -184,6 +184,33 @@ def description(rule: Rule, alert: Alert, signal: Signal | None, unit: str, subj
         lines.append(f"No number now: {signal.why}.")
     lines.append(rule.action)
     return "\n".join(line for line in lines if line)
+
+
+def incident(cause: str, effects: Sequence[str], actions: Sequence[str], ten: str) -> str:
+    """The body of a page: the cause with its evidence, what it brought, what to do in this order, the ten in a line."""
+    lines = [f"Cause: {cause}"]
+    lines += ["Effect:", *(f"- {effect}" for effect in effects)] if effects else []
+    lines += ["Do now:", *(f"{number}. {action}" for number, action in enumerate(actions, 1))] if actions else []
+    return "\n".join([*lines, ten])
+
+
+TEN: Mapping[str, str] = {"H1": "queue", "H2": "KV", "H3": "preempt", "H4": "graph", "H5": "TTFT", "H6": "ITL",
+                          "H7": "burn", "H8": "ranks", "H9": "GPU", "H10": "prefix"}
+_WORST = ("BREACH", "PENDING", "UNKNOWN", "OK", "IDLE", "N/A")
+_STATES = {"UNKNOWN": "?", "IDLE": "idle", "N/A": "n/a"}
+
+
+def the_ten(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The ten thresholds in one line, the worst of each: `!` is a breach, `?` unknown. Rows as `check` tells them."""
+    parts = []
+    for number, name in TEN.items():
+        own = sorted((row for row in rows if row["number"] == number), key=lambda row: _WORST.index(row["state"]))
+        if not own:
+            continue
+        row = own[0]
+        text = _STATES.get(row["state"]) or quantity(row["value"], row["unit"])
+        parts.append(f"{name} {text}{'!' if row['state'] == 'BREACH' else ''}")
+    return "The ten: " + " · ".join(parts)
 
 
 def ending(open_s: float, why: str) -> str:

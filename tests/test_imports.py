@@ -44,7 +44,8 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.signals": Row("agent.model agent.stats agent.windows"),
     "agent.evaluate": Row("agent.model"),
     "agent.words": Row("agent.model"),
-    "agent.node": Row("agent.evaluate agent.model agent.signals agent.windows agent.words"),
+    "agent.incidents": Row("agent.model"),
+    "agent.node": Row("agent agent.evaluate agent.incidents agent.model agent.signals agent.windows agent.words"),
     "agent.engines": Row("agent.model", "importlib msgspec yaml"),  # its maps, read from the package
     "agent.engines.pages": Row("agent.engines agent.exposition agent.model"),
     # Files of the user's, read once.

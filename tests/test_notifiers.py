@@ -19,8 +19,8 @@ import pytest
 import structlog
 
 from agent.config import load_config
-from agent.model import AlertMessage, Book, Notice, Rejected, TryLater
-from agent.notifiers import NOTIFIERS, Needs, build_channels, channel_names, owed_to
+from agent.model import AlertMessage, Book, IncidentMessage, Notice, Rejected, TryLater
+from agent.notifiers import NOTIFIERS, Needs, build_channels, channel_names, owed_for_incidents, owed_to
 from agent.notifiers import channel as channel_module
 from agent.notifiers.alertmanager import Alertmanager
 from agent.notifiers.channel import (
@@ -601,8 +601,10 @@ notify:
         ("alertmanager", page),
         ("webhook", page),
         ("webhook-2", page),
-        ("pagerduty", page),
     ]
+    incident = IncidentMessage("opened", replace(page, key="incident"), (page,))
+    assert owed_for_incidents(routes, [incident, replace(incident, change="updated")]) == [
+        ("pagerduty", incident.message), ("pagerduty", incident.message)]
     diverted = AlertMessage("d", "firing", "page", LABELS, {"route_to": "webhook-2"}, NOW)
     assert owed_to(routes, [diverted]) == [("webhook-2", diverted)]  # a drill's own channel: nobody else is woken
     with pytest.raises(TryLater, match="environment variable NO_SUCH_VARIABLE is not set"):

@@ -22,7 +22,7 @@ from agent.config import (
     day_window,
     read_secret,
 )
-from agent.model import ROUTE, AlertMessage, Severity, TryLater
+from agent.model import ROUTE, AlertMessage, IncidentMessage, Severity, TryLater
 from agent.notifiers.alertmanager import Alertmanager
 from agent.notifiers.channel import Channel, Hours
 from agent.notifiers.heartbeat import Heartbeat
@@ -30,16 +30,18 @@ from agent.notifiers.pagerduty import EVENTS_URL, PagerDuty
 from agent.notifiers.slack import Slack
 from agent.notifiers.webhook import Webhook
 
-__all__ = ["NOTIFIERS", "Channel", "Needs", "Route", "Wanted", "build_channels", "channel_names", "owed_to"]
+__all__ = ["NOTIFIERS", "Channel", "Needs", "Route", "Wanted", "build_channels", "channel_names", "owed_for_incidents",
+           "owed_to"]
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What channels ask of the loop. Both are called from the channels' threads."""
+    """What channels ask of the loop. All are called from the channels' threads."""
 
     firing: Callable[[], Iterable[AlertMessage]]  # everything that fires now
     healthy: Callable[[], bool]  # the tick is on time
     external_url: str | None = None
+    incidents: Callable[[], Iterable[IncidentMessage]] = tuple  # all that are open
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,8 @@ def build_channels(config: Config, needs: Needs, names: Mapping[str, str]) -> li
         wants = Wanted(name, frozenset(severities), match.rule, match.subject)
         own = replace(needs, firing=partial(_firing, wants, needs))
         channel = NOTIFIERS[item.kind](name, item, own)
-        channel.hours = _hours(item, own)
+        channel.hours = _hours(item, own if not channel.by_incident else replace(
+            needs, firing=partial(_told_now, Route(channel, wants), needs)))
         routes.append(Route(channel, wants))
     return routes
 
@@ -162,6 +165,12 @@ def build_channels(config: Config, needs: Needs, names: Mapping[str, str]) -> li
 def _firing(wants: Wanted, needs: Needs) -> list[AlertMessage]:
     """What fires now and a channel is told: it may be told of it again and again."""
     return list(filter(wants, needs.firing()))
+
+
+def _told_now(route: Route, needs: Needs) -> list[AlertMessage]:
+    """What fires now as a channel is told it that is told by incident."""
+    owed = owed_to([route], needs.firing()) + owed_for_incidents([route], needs.incidents())
+    return [message for _, message in owed]
 
 
 def _hours(item: NotifyConfig, needs: Needs) -> Hours:
@@ -182,7 +191,15 @@ def _hours(item: NotifyConfig, needs: Needs) -> Hours:
 
 def owed_to(routes: Sequence[Route], messages: Iterable[AlertMessage]) -> list[tuple[str, AlertMessage]]:
     """Who must be told what, as Store.commit_tick takes it."""
-    return [(route.channel.name, m) for m in messages for route in routes if route.wants(m)]
+    return [(route.channel.name, m) for m in messages for route in routes
+            if route.wants(m) and not (route.channel.by_incident and m.severity == "page")]
+
+
+def owed_for_incidents(routes: Sequence[Route], told: Iterable[IncidentMessage]) -> list[tuple[str, AlertMessage]]:
+    """The same for those that are told one page an incident: where they want one of its alerts."""
+    return [(route.channel.name, one.message) for one in told for route in routes
+            if route.channel.by_incident and (one.change != "updated" or route.channel.updates)
+            and any(route.wants(alert) for alert in one.alerts)]
 
 
 def _address(config: WebhookConfig | HeartbeatConfig) -> Callable[[], str]:

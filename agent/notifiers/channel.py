@@ -56,10 +56,13 @@ class Channel:
     """A way out. A channel writes `send`, `pulse` or both; one thread calls them, one call at a time.
 
     `batch` is how many notices one `send` takes; `min_visible_s` is how long a firing must have been accepted before
-    its resolve is sent.
+    its resolve is sent. One that is told `by_incident` gets one page for all that belongs together, and more of it only
+    where it can change what it showed (`updates`).
     """
 
     name: str
+    by_incident: bool = False
+    updates: bool = False
     batch: int = 1
     min_visible_s: float = 0.0
     hours: Hours = Hours()

@@ -27,6 +27,9 @@ SEVERITIES: Mapping[Severity, str] = {"page": "critical", "ticket": "warning", "
 class PagerDuty(Channel):
     """`routing_key` is asked at each event, so that a rotated one is taken; it may raise TryLater."""
 
+    by_incident = True
+    updates = True  # a trigger of a known key changes what is shown, and pages nobody
+
     def __init__(self, name: str, routing_key: Callable[[], str], url: str = EVENTS_URL) -> None:
         self.name = name
         self._routing_key = routing_key

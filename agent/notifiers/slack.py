@@ -30,6 +30,8 @@ PASSING = frozenset({"internal_error", "fatal_error", "service_unavailable", "re
 class Slack(Channel):
     """`secret` gives the webhook's URL, or the bot's token where `channel` is given; it may raise TryLater."""
 
+    by_incident = True
+
     def __init__(self, name: str, secret: Callable[[], str], channel: str | None = None, url: str = POST_URL) -> None:
         self.name = name
         self._secret = secret
