@@ -118,6 +118,7 @@ MAY_IMPORT: dict[str, Row] = {
         "concurrent http os pathlib requests",
     ),
     "drills.schedule": Row("drills drills.cron drills.ledger drills.lock drills.model", WORLD),
+    "drills.cluster": Row("", WORLD),
     "drills.lock": Row("drills drills.ledger drills.model", "fcntl os pathlib"),
     "drills.proxy": Row("", WORLD),
     "drills.old_connections": Row("drills.proxy", WORLD),
