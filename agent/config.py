@@ -560,7 +560,7 @@ class DrillParams(_Form, frozen=True):
     peer: DrillPeer | None = None
     loopback: bool | None = None  # drop there too, where the agent reads the engine
     delay: PositiveDuration | None = None  # s, upstream-timeout
-    mode: Literal["turn", "chunk", "hang", "status"] | None = None
+    mode: Literal["turn", "chunk", "hang", "status", "delete", "evict"] | None = None  # the last two: pod-kill
     after_bytes: int | None = None
     status: Annotated[int, Parse(_status, what="503 or 429")] | None = None
     retry_after: Duration | None = None  # s

@@ -174,15 +174,18 @@ class Cluster:
             answer.close()
 
     def follow(self, path: str, stop: threading.Event, *, labels: str = "", fields: str = "",
-               again_s: float = AGAIN_S) -> Iterator[Mapping[str, Object]]:
-        """These objects by uid, each time that one of them changed, until stopped. Raises nothing: it tries again."""
+               again_s: float = AGAIN_S, for_s: float = WATCH_S) -> Iterator[Mapping[str, Object]]:
+        """These objects by uid, each time that one of them changed, until stopped, which takes `for_s` at most.
+
+        Raises nothing: it tries again.
+        """
         while not stop.is_set():
             try:
                 items, since = self.all(path, labels=labels, fields=fields)
                 seen = {uid_of(item): item for item in items}
                 yield seen
                 while not stop.is_set():
-                    for kind, thing in self.watch(path, since, labels=labels, fields=fields):
+                    for kind, thing in self.watch(path, since, labels=labels, fields=fields, for_s=for_s):
                         since = str(thing["metadata"]["resourceVersion"])
                         if kind != "BOOKMARK":
                             seen = {uid: one for uid, one in seen.items() if uid != uid_of(thing)}

@@ -18,7 +18,7 @@ from agent.strict import ConfigErrors, Fault, Unfit, cut, did_you_mean
 from drills import cron
 from drills.model import Drill, Holds, Load, Schedule
 
-LATER = frozenset({"pod-kill", "gpu-reset", "slow-rank"})  # in the contract, not in this version
+LATER = frozenset({"gpu-reset", "slow-rank"})  # in the contract, not in this version
 # What each fault takes under `target` (one of them) and under `params`.
 TARGETS: Mapping[str, Sequence[str]] = {
     "process-kill": ("engine", "port", "pid"),
@@ -26,6 +26,7 @@ TARGETS: Mapping[str, Sequence[str]] = {
     "packet-loss": ("engine", "port", "pid"),
     "upstream-timeout": ("engine", "port", "upstream"),
     "disk-full": ("path",),
+    "pod-kill": ("selector",),
 }
 PARAMS: Mapping[str, Sequence[str]] = {
     "process-kill": (),
@@ -33,6 +34,11 @@ PARAMS: Mapping[str, Sequence[str]] = {
     "packet-loss": ("share", "direction", "peer", "loopback"),
     "upstream-timeout": ("delay", "mode", "after_bytes", "status", "retry_after"),
     "disk-full": ("leave",),
+    "pod-kill": ("mode",),
+}
+MODES: Mapping[str, Sequence[str]] = {
+    "upstream-timeout": ("turn", "chunk", "hang", "status"),
+    "pod-kill": ("delete", "evict"),
 }
 # key of `params` -> what the fault calls it, with its unit
 NAMES: Mapping[str, str] = {"delay": "delay_s", "retry_after": "retry_after_s", "leave": "leave_bytes"}
@@ -83,6 +89,8 @@ def announced_by(drill: DrillConfig) -> Sequence[str]:
         return ("engine-stuck",) if drill.target.part in (None, "core") else ("engine-down",)
     if drill.fault == "packet-loss":
         return ("user-ttft-p99", "user-itl-p99")
+    if drill.fault == "pod-kill":
+        return ("engine-stopped", "engine-down")
     return {"process-kill": ("engine-down",), "upstream-timeout": ("user-ttft-p99",)}.get(drill.fault, ())
 
 
@@ -101,7 +109,14 @@ def _form_faults(config: Config, drill: DrillConfig) -> Iterator[Fault]:
             takes = ", ".join(PARAMS[drill.fault]) or "none"
             message = f"{drill.fault} takes no {name}"
             yield places.fault(f"{drill.at}.params.{name}", message, f"remove it; it takes {takes}")
-    mode = drill.params.mode or "turn"
+    if drill.fault == "pod-kill" and target.namespace is None:
+        yield places.fault(f"{drill.at}.target", "pod-kill names no namespace", "add namespace: NAME beside selector")
+    if target.namespace is not None and drill.fault != "pod-kill":
+        yield places.fault(f"{drill.at}.target.namespace", f"{drill.fault} has no namespace", "remove it")
+    mode, modes = drill.params.mode or "turn", MODES.get(drill.fault, ())
+    if drill.params.mode and modes and mode not in modes:
+        message = f"{drill.fault} has no mode {mode}"
+        yield places.fault(f"{drill.at}.params.mode", message, f"write {' or '.join(modes)}")
     for name, wanted in (("after_bytes", "hang"), ("status", "status"), ("retry_after", "status")):
         if getattr(drill.params, name) is not None and mode != wanted and name in PARAMS[drill.fault]:
             message = f"mode {mode} has no {name}"
@@ -170,6 +185,8 @@ def why_unseen(config: Config, drill: DrillConfig, announced: Sequence[Rule]) ->
                 "expect user-ttft-p99, user-itl-p99 or user-error-rate",
             )
         return None
+    if drill.fault == "pod-kill" and drill.load is None and not config.engines:
+        return "no signal can see pod-kill: no engine is configured, and nobody asks as users do", "add load: {url: …}"
     if drill.fault in WITH_PARTS and drill.target.port is not None and _engine_at(config, drill.target.port) is None:
         message = f"no signal can see {drill.fault} at port {drill.target.port}: the agent watches no engine there"
         return message, "add the engine under engines, and name it"
@@ -242,6 +259,8 @@ def _target(config: Config, drill: DrillConfig) -> dict[str, Any]:
         target.setdefault("address", urlsplit(engine.url).hostname)
     if written.upstream is not None:
         target["address"], target["port"] = written.upstream
+    if drill.fault == "pod-kill":
+        target["node"] = config.node
     target["state_dir"] = str(config.state_dir)
     return target
 

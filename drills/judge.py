@@ -21,7 +21,7 @@ STORM_AFTER = 1.2  # times the baseline, still 2 m after the fault
 STORM_AFTER_S = 120.0
 SLOW_FAULTS = frozenset({"packet-loss", "upstream-timeout"})  # slowness is what they are
 BACK_WITHIN_S = 120.0  # p99 back inside the SLO after a fault that is not judged while it lasts
-MAY_FIRE = frozenset({"packet-loss"})
+MAY_FIRE = frozenset({"packet-loss", "pod-kill"})
 FIRE_WITHIN_S = 60.0  # beside the rule's own `for`
 DELIVER_WITHIN_S = 15.0  # beside the group_wait
 AT_ONCE_S = 1.0  # two instants that different processes wrote down are told apart no better
@@ -67,6 +67,8 @@ class Restart:
     completion_at: float | None = None
     orphans: Sequence[str] = ()  # processes of the killed engine that lived on
     gpu_free: bool | None = None
+    steps: Mapping[str, float] = field(default_factory=dict)  # what else was reached on the way: gone, scheduled …
+    why: str = ""  # what keeps it, where it is not back
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,13 +397,14 @@ def deadline_row(evidence: Evidence) -> Row | None:
 def restart_rows(evidence: Evidence, restart: Restart) -> list[Row]:
     """The killed target came back by itself, answered, and left nothing behind: else its return does not count."""
     start = evidence.fault[0]
-    reached = {"down": restart.down_at, "port": restart.port_at, "ready": restart.ready_at,
+    reached = {"down": restart.down_at, **restart.steps, "port": restart.port_at, "ready": restart.ready_at,
                "completion": restart.completion_at}
     took_s = None if restart.completion_at is None else restart.completion_at - start
     split = ", ".join(f"{name} {at - start:.1f} s" for name, at in reached.items() if at is not None)
     counts = not restart.orphans and restart.gpu_free is not False
     ok = took_s is not None and took_s <= restart.within_s and counts
     got = "never answered" if took_s is None else f"first completion after {took_s:.1f} s"
+    got += f" (> {restart.within_s:.0f} s): {restart.why}" if took_s is None and restart.why else ""
     got += f" ({split})" if split else ""
     detail = {"took_s": took_s, "limit_s": restart.within_s, **{f"{name}_at": at for name, at in reached.items()},
               **{f"{name}_s": None if at is None else at - start for name, at in reached.items()}}

@@ -227,7 +227,8 @@ def hypothesis(record: Map) -> str:
 def _blast(record: Map) -> dict[str, Any]:
     plan, drill = _map(record.get("plan")), _map(record.get("drill"))
     blast = _map(plan.get("blast"))
-    named = {k: v for k, v in _map(drill.get("target")).items() if k not in ("reserved", "state_dir") and v is not None}
+    target = _map(drill.get("target"))
+    named = {k: v for k, v in target.items() if k not in ("reserved", "state_dir", "node") and v is not None}
     return {
         "targets": _texts(plan.get("targets")), "replicas": blast.get("replicas"), "of": blast.get("of"),
         "why": "the definition names " + (", ".join(f"{k} {v}" for k, v in named.items()) or UNKNOWN),

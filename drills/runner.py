@@ -26,7 +26,7 @@ from agent.config import Config, load_all
 from agent.model import Rule
 from agent.signals import CATALOGUE
 from agent.strict import ConfigErrors
-from drills import guards, holder, ledger, lock, prober, proc, tell, watch
+from drills import guards, holder, ledger, lock, pod_watch, prober, proc, tell, watch
 from drills.config import FEWEST_REQUESTS, drills_of
 from drills.faults.table import FAULTS
 from drills.judge import BACK_WITHIN_S, SLOW_FAULTS, Alarm, Delivery, Evidence, Restart, judge
@@ -84,7 +84,7 @@ class Run:
         self.agent = watch.AgentWatch(config.socket, self.wake.set)
         self.prober: prober.Prober | None = None
         self.holder: holder.Holder | None = None
-        self.way_back: watch.WayBack | None = None
+        self.way_back: watch.WayBack | pod_watch.PodsBack | None = None
         self.plan: Plan | None = None
         self.spans: dict[str, list[float]] = {}
         self.failed_before: float | None = None
@@ -191,7 +191,9 @@ class Run:
         self.holder = holder.start(self.folder, self.drill.for_s + PROVE_WITHIN_S + HOLDER_GRACE_S + self.drain_s)
         self.ledger.note(holder=msgspec.to_builtins(self.holder.process_id))
         self.holder.wait_up(PROVE_WITHIN_S)
-        if self.plan.restarts and self.drill.target.get("url"):
+        if self.plan.fault == "pod-kill":
+            self.way_back = pod_watch.PodsBack(self.plan.facts, self.clock)
+        elif self.plan.restarts and self.drill.target.get("url"):
             self.way_back = watch.WayBack(str(self.drill.target["url"]), self.clock)
 
     def inject(self) -> tuple[bool, str]:
@@ -300,9 +302,17 @@ class Run:
             tell.users(self.config.socket, self.drill.load.url if self.drill.load else "", self.prober.latest)
         if self.holder is not None and phase == "fault" and not self.holder.alive:
             raise Ended(self.stop_why or "the holder ended before its time: the fault is gone")
-        no = [c for c in guards.during(self.drill, guards.collect_during(self.config, self.agent.stale_s)) if not c.ok]
+        facts = guards.collect_during(self.config, self.agent.stale_s, self.pods)
+        no = [c for c in guards.during(self.drill, facts) if not c.ok]
         if no:
             raise Ended(self.stop_why or "; ".join(f"{c.name}: {c.why}" for c in no))
+
+    @property
+    def pods(self) -> tuple[int | None, int] | None:
+        """How many pods are Ready, of how many; None where the drill is about none."""
+        if self.plan is None or "ready" not in self.plan.facts:
+            return None
+        return self.way_back.healthy if isinstance(self.way_back, pod_watch.PodsBack) else None, self.plan.blast["of"]
 
     def judge_pages(self) -> None:
         """A page that a must-hold stands for fails the drill now; one that nothing announced aborts it."""
@@ -386,7 +396,11 @@ class Run:
             return None
         way = self.way_back
         orphans = [f"pid {pid}" for pid in (self.samples[-1].get("outlive", ()) if self.samples else ())]
-        return Restart(self.restart_within_s, way.down_at, way.port_at, way.ready_at, way.completion_at, orphans)
+        found = Restart(self.restart_within_s, way.down_at, way.port_at, way.ready_at, way.completion_at, orphans)
+        if isinstance(way, pod_watch.PodsBack):
+            why = "" if way.completion_at is not None else way.why_not() or "it is Ready, and gives no completion"
+            return replace(found, steps=dict(way.steps), why=why)
+        return found
 
     def conclude(self, proven: bool, proof: str) -> Verdict:
         """Judge, write the report, say it."""

@@ -119,6 +119,9 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "drills.schedule": Row("drills drills.cron drills.ledger drills.lock drills.model", WORLD),
     "drills.cluster": Row("", WORLD),
+    "drills.pods": Row("drills.cluster", "random"),
+    "drills.pod_watch": Row("drills drills.cluster drills.pods drills.watch", WORLD),
+    "drills.faults.pod_kill": Row("drills drills.cluster drills.model drills.pods", WORLD),
     "drills.lock": Row("drills drills.ledger drills.model", "fcntl os pathlib"),
     "drills.proxy": Row("", WORLD),
     "drills.old_connections": Row("drills.proxy", WORLD),
@@ -134,8 +137,8 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.undo": Row("drills.faults.table drills.ledger drills.model", WORLD),
     "drills.holder": Row("drills.faults.table drills.ledger drills.model drills.proc drills.undo", WORLD),
     "drills.faults.table": Row(
-        "drills.faults.disk_full drills.faults.engine_hang drills.faults.packet_loss drills.faults.process_kill"
-        " drills.faults.upstream_timeout drills.model"
+        "drills.faults.disk_full drills.faults.engine_hang drills.faults.packet_loss drills.faults.pod_kill"
+        " drills.faults.process_kill drills.faults.upstream_timeout drills.model"
     ),
     "drills.nft": Row("drills drills.model drills.proc", WORLD),
     "drills.rehearsal": Row("drills drills.model drills.nft", WORLD),
@@ -153,7 +156,7 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.runner": Row(
         "agent agent.client agent.config agent.model agent.signals agent.strict drills drills.config"
         " drills.faults.table drills.guards drills.holder drills.judge drills.ledger drills.lock drills.model"
-        " drills.prober drills.proc drills.record drills.targets drills.tell drills.watch", WORLD
+        " drills.pod_watch drills.prober drills.proc drills.record drills.targets drills.tell drills.watch", WORLD
     ),
     "drills.daemon": Row(
         "agent agent.config agent.model agent.sdnotify agent.signals agent.strict drills drills.config drills.heal"
@@ -186,6 +189,8 @@ CLOCK_READERS = {
     "agent.record": "stamps what it records",
     "agent.store": "names a damaged file that it moves aside",
     "drills.schedule": "the timetable; its decisions are told the time",
+    "drills.faults.pod_kill": "how long a pod ought to be gone",
+    "drills.pod_watch": "stamps what it sees while a drill runs",
     "drills.watch": "stamps what it sees while a drill runs",
 }
 CLOCK_CALLS = frozenset(

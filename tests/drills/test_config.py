@@ -125,6 +125,11 @@ def test_what_is_left_out_has_the_defaults_of_the_nouns(tmp_path: Path) -> None:
             {"path": "/var/log", "state_dir": "/var/lib/tocsin"},
         ),
         (f"fault: engine-hang, target: {{engine: llama, part: all}}, {LOAD}", {}, {"part": "all"}),
+        (
+            f"fault: pod-kill, target: {{namespace: llm, selector: app=vllm}}, {LOAD}, params: {{mode: evict}}",
+            {"mode": "evict"},
+            {"namespace": "llm", "selector": "app=vllm"},
+        ),
     ],
 )
 def test_each_fault_gets_its_own_numbers(text: str, params: object, target: dict[str, object], tmp_path: Path) -> None:
@@ -138,7 +143,10 @@ def test_each_fault_gets_its_own_numbers(text: str, params: object, target: dict
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("fault: pod-kill, target: {selector: app=vllm}", "fault: pod-kill is not in this version"),
+        ("fault: pod-kill, target: {selector: app=vllm}", "pod-kill names no namespace; add namespace: NAME"),
+        (f"fault: pod-kill, target: {{namespace: llm, selector: app=vllm}}, {LOAD}, params: {{mode: turn}}",
+         "pod-kill has no mode turn; write delete or evict"),
+        ("fault: process-kill, target: {engine: llama, namespace: llm}", "process-kill has no namespace; remove it"),
         ("fault: gpu-reset, target: {gpu: GPU-1}", "gpu-reset is not in this version; it has process-kill"),
         ("fault: slow-rank, target: {engine: llama}", "slow-rank is not in this version"),
         ("fault: disk-full, target: {port: 8000}", "disk-full has no target port; write one of path"),
@@ -241,7 +249,7 @@ def test_every_fault_of_every_drill_at_once(tmp_path: Path) -> None:
     """Two faulty drills: one look mends both."""
     text = (
         'drills:\n  - {name: a, fault: disk-full, target: {path: /x}, schedule: {cron: "0 0 30 2 *"}}\n'
-        "  - {name: b, fault: pod-kill, target: {selector: app=vllm}}\n"
+        "  - {name: b, fault: disk-full, target: {path: /x}, expects: [engine-donw]}\n"
     )
 
     with pytest.raises(ConfigErrors) as caught:
@@ -249,7 +257,7 @@ def test_every_fault_of_every_drill_at_once(tmp_path: Path) -> None:
 
     assert [(fault.line, fault.key) for fault in caught.value.faults] == [
         (3, "drills[0].schedule.cron"),
-        (4, "drills[1].fault"),
+        (4, "drills[1].expects[0]"),
     ]
 
 
