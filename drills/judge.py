@@ -21,7 +21,8 @@ STORM_AFTER = 1.2  # times the baseline, still 2 m after the fault
 STORM_AFTER_S = 120.0
 SLOW_FAULTS = frozenset({"packet-loss", "upstream-timeout"})  # slowness is what they are
 BACK_WITHIN_S = 120.0  # p99 back inside the SLO after a fault that is not judged while it lasts
-MAY_FIRE = frozenset({"packet-loss", "pod-kill"})
+MAY_FIRE = frozenset({"packet-loss", "pod-kill", "slow-rank"})
+NAMING_A_RANK = ("rank-straggler", "rank-clock-spread")  # of slow-rank's alerts, one must fire
 FIRE_WITHIN_S = 60.0  # beside the rule's own `for`
 DELIVER_WITHIN_S = 15.0  # beside the group_wait
 AT_ONCE_S = 1.0  # two instants that different processes wrote down are told apart no better
@@ -106,6 +107,7 @@ class Evidence:
     slo_availability: float | None = None  # share of good requests that was promised; None: unknown
     slo_window_s: float | None = None  # over which
     unwatched_restart: bool = False  # it was killed and must come back, and nobody could watch it
+    not_as_before: Sequence[str] | None = None  # what of the target's hardware is not as it was; None: not asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +227,10 @@ def must_holds(evidence: Evidence) -> list[Row]:
     elif evidence.unwatched_restart:
         rows.append(Row("restart", Verdict.INCONCLUSIVE, "the killed target answers again",
                         "unknown: nobody could watch it; name an engine of the configuration as target"))
+    if evidence.not_as_before is not None:
+        changed = "; ".join(evidence.not_as_before)
+        rows.append(Row("as_before", Verdict.FAIL if changed else Verdict.PASS, "the GPU is as it was before",
+                        changed or "it is"))
     if holds.retry_storm:
         rows.append(storm_row(evidence))
     if holds.degraded is not None:
@@ -484,7 +490,16 @@ def alarm_rows(evidence: Evidence) -> list[Row]:
     rows = [row for alarm in evidence.alarms for row in rows_of_alarm(evidence, alarm)]
     unexpected = "; ".join(evidence.unexpected)
     verdict = Verdict.FAIL if unexpected else Verdict.PASS
+    if evidence.drill.fault == "slow-rank" and not evidence.drill.expects:
+        rows.append(rank_named_row(evidence))
     return [*rows, Row("nothing_unexpected", verdict, "no page that was not announced", unexpected or "none")]
+
+
+def rank_named_row(evidence: Evidence) -> Row:
+    """Each alert that names the slow rank may fail to see it; one must not."""
+    named = [alarm.rule for alarm in evidence.alarms if alarm.rule in NAMING_A_RANK and alarm.firing_at is not None]
+    return Row("rank_named", Verdict.PASS if named else Verdict.FAIL, f"one of {', '.join(NAMING_A_RANK)} fires",
+               ", ".join(named) or "neither did: nobody was told which rank is slow")
 
 
 def rows_of_alarm(evidence: Evidence, alarm: Alarm) -> list[Row]:
@@ -494,7 +509,7 @@ def rows_of_alarm(evidence: Evidence, alarm: Alarm) -> list[Row]:
     name, asked = f"alarm.{alarm.rule}", f"firing within {limit_s:.0f} s"
     detail = {"took_s": fired_s, "limit_s": limit_s, "pending_at": alarm.pending_at, "firing_at": alarm.firing_at}
     if not alarm.enabled or fired_s is None:
-        # Some clients are spared by TCP: what packet loss announces by itself may fire, and need not.
+        # Some clients are spared by TCP, some engines tell no step time: what a fault announces by itself may fire.
         may = evidence.drill.fault in MAY_FIRE and not evidence.drill.expects
         got = "it never fired" if alarm.enabled else "the rule is disabled"
         if alarm.enabled and ended_before(evidence, start + limit_s):

@@ -39,7 +39,7 @@ TIMES: Mapping[str, str] = {"detect": "alert firing", "deliver": "notification a
                             "mitigate": "traffic back at the asked rate", "recover": "all as before"}
 PHASES = ("before", "during", "after")
 UNPHASED = ("alarm.", "not_ended_early", "no_other_stream_cut", "restart", "no_orphans", "gpu_memory_free",
-            "deadline_respected", "user_seen", "nothing_unexpected", *EVIDENCE)  # fmt: skip
+            "as_before", "rank_named", "deadline_respected", "user_seen", "nothing_unexpected", *EVIDENCE)  # fmt: skip
 FIRST = ("alarm.", "goodput", "restart", "degraded")  # of what went well: what the drill is for
 Map = Mapping[str, Any]
 

@@ -188,7 +188,8 @@ class Run:
         until = self.clock() + self.drill.for_s + self.drill.resolve_within_s
         tell.announce(self.config.socket, self.run, self.drill, self.announced, until,
                       tell.subjects_of(self.drill, self.config.node))
-        self.holder = holder.start(self.folder, self.drill.for_s + PROVE_WITHIN_S + HOLDER_GRACE_S + self.drain_s)
+        span_s = self.drill.for_s + self.prove_within_s + HOLDER_GRACE_S + self.drain_s
+        self.holder = holder.start(self.folder, span_s)
         self.ledger.note(holder=msgspec.to_builtins(self.holder.process_id))
         self.holder.wait_up(PROVE_WITHIN_S)
         if self.plan.fault == "pod-kill":
@@ -214,9 +215,9 @@ class Run:
             return False, str(no)
         self.spans["fault"] = [injected_at, self.clock()]
         self.record.moment("fault injected", f"holder pid {self.holder.process_id.pid}")
-        end = time.monotonic() + PROVE_WITHIN_S
+        end = time.monotonic() + self.prove_within_s
         proven, proof = False, "no sample came"
-        while time.monotonic() < end and not proven:
+        while time.monotonic() < end and not proven and not any(sample.get("over") for sample in self.holder.samples):
             self.breathe("fault")
             proven, proof = self.fault.proven(self.plan, self.holder.samples)
         self.enter(State.PROVEN if proven else State.INVALID, proof=proof)
@@ -242,6 +243,11 @@ class Run:
         if self.left:
             self.record.orphaned(self.left)
             tell.orphaned(self.config.socket, self.run, self.left)
+
+    @property
+    def prove_within_s(self) -> float:
+        """How long a fault may take until it can be proven: a reset of hardware takes its time."""
+        return float(self.plan.facts.get("prove_within_s", PROVE_WITHIN_S)) if self.plan is not None else PROVE_WITHIN_S
 
     @property
     def drain_s(self) -> float:
@@ -377,6 +383,7 @@ class Run:
             aborted=str(ended) if ended is not None and not ended.early else None,
             left=[one.what for one in self.left], stale=silent, unexpected=self.unexpected,
             unwatched_restart=self.plan is not None and self.plan.restarts and not self.drill.target.get("url"),
+            not_as_before=self.samples[-1].get("not_as_before") if self.samples else None,
             slo_availability=self.config.slo.availability, slo_window_s=self.config.slo.window)
 
     def span(self, phase: str) -> tuple[float, float]:

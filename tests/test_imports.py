@@ -137,8 +137,9 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.undo": Row("drills.faults.table drills.ledger drills.model", WORLD),
     "drills.holder": Row("drills.faults.table drills.ledger drills.model drills.proc drills.undo", WORLD),
     "drills.faults.table": Row(
-        "drills.faults.disk_full drills.faults.engine_hang drills.faults.packet_loss drills.faults.pod_kill"
-        " drills.faults.process_kill drills.faults.upstream_timeout drills.model"
+        "drills.faults.disk_full drills.faults.engine_hang drills.faults.gpu_reset drills.faults.packet_loss"
+        " drills.faults.pod_kill drills.faults.process_kill drills.faults.slow_rank drills.faults.upstream_timeout"
+        " drills.model"
     ),
     "drills.nft": Row("drills drills.model drills.proc", WORLD),
     "drills.rehearsal": Row("drills drills.model drills.nft", WORLD),
@@ -148,6 +149,14 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.faults.process_kill": Row("drills.model drills.proc drills.targets", WORLD),
     "drills.faults.engine_hang": Row("drills.model drills.proc drills.targets", WORLD),
     "drills.faults.disk_full": Row("drills.model drills.proc", WORLD),
+    "drills.gpu": Row("drills drills.model drills.proc", WORLD),
+    "drills.gate": Row("drills.ledger drills.model", WORLD),
+    "drills.faults.gpu_reset": Row(
+        "agent agent.client drills drills.cluster drills.gate drills.gpu drills.model drills.proc drills.targets"
+        " drills.xid_line", WORLD
+    ),
+    "drills.xid_line": Row("agent agent.client drills drills.gpu drills.model drills.proc", WORLD),
+    "drills.faults.slow_rank": Row("drills drills.gpu drills.model", WORLD),
     "drills.watch": Row("agent.client drills.judge", WORLD),
     "drills.tell": Row("agent agent.client drills.model", "pathlib"),
     "drills.record": Row("drills drills.judge drills.model drills.report", "importlib msgspec pathlib"),
