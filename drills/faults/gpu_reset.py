@@ -178,7 +178,7 @@ def _pod_of(found: Sequence[Holder], agent: int) -> str | None:
 
 def _facts_of_pod(node: str, uid: str | None, run: str) -> dict[str, Any]:
     """What undoing needs to know of node and pod. Raises Refused."""
-    from drills.cluster import CORDONED, ClusterError, is_schedulable, uid_of
+    from drills.cluster import CORDONED, ClusterError, is_schedulable, own_taints, uid_of
 
     if uid is None:
         raise Refused("no pod holds the GPU: nothing would come back")
@@ -202,14 +202,8 @@ def _facts_of_pod(node: str, uid: str | None, run: str) -> dict[str, Any]:
         raise Refused(f"pod {meta['namespace']}/{meta['name']} would not come back elsewhere: its owner is "
                       f"{', '.join(map(str, owners)) or 'nobody'}")
     cordon = {"node": node, "uid": uid_of(found), "run": run, "was_schedulable": is_schedulable(found),
-              "taints": _taints(found), "annotation": CORDONED}
+              "taints": own_taints(found), "annotation": CORDONED}
     return {"cordon": cordon, "pod": {"namespace": meta["namespace"], "name": meta["name"], "uid": uid}}
-
-
-def _taints(node: Mapping[str, Any]) -> list[str]:
-    from drills.cluster import own_taints
-
-    return own_taints(node)
 
 
 def _strangers(found: Sequence[Holder], victims: Sequence[ProcessId], agent: int) -> list[Holder]:

@@ -82,6 +82,7 @@ class Node:
         self.opt_in.touch()
         self.socket = folder / "agent.sock"  # nobody listens: no agent holds anything
         self.units_of: dict[int, str] = {}
+        self.pods_of: dict[int, str] = {}  # UIDs
         for name, script in (("nvidia-smi", SMI), ("systemctl", SYSTEMCTL)):
             (folder / name).write_text(script)
             (folder / name).chmod(0o755)
@@ -100,6 +101,8 @@ class Node:
         monkeypatch.setattr(gpu, "cgroups_of", self._cgroups_of)
 
     def _cgroups_of(self, pid: int) -> str:
+        if pid in self.pods_of:
+            return f"0::/kubepods.slice/kubepods-pod{self.pods_of[pid].replace('-', '_')}.slice/cri-x.scope\n"
         return f"0::/system.slice/{self.units_of.get(pid, 'session-1.scope')}\n"
 
     def play(self, scenario: Mapping[str, Any]) -> None:
