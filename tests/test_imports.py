@@ -119,6 +119,7 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "drills.schedule": Row("drills drills.cron drills.ledger drills.lock drills.model", WORLD),
     "drills.cluster": Row("", WORLD),
+    "drills.lease": Row("drills.cluster drills.model", WORLD),
     "drills.pods": Row("drills.cluster", "random"),
     "drills.pod_watch": Row("drills drills.cluster drills.pods drills.watch", WORLD),
     "drills.faults.pod_kill": Row("drills drills.cluster drills.model drills.pods", WORLD),
@@ -163,14 +164,15 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.history": Row("drills drills.ledger drills.model drills.record", WORLD),
     "drills.unit": Row("drills.model", "pathlib"),
     "drills.runner": Row(
-        "agent agent.client agent.config agent.model agent.signals agent.strict drills drills.config"
-        " drills.faults.table drills.guards drills.holder drills.judge drills.ledger drills.lock drills.model"
-        " drills.pod_watch drills.prober drills.proc drills.record drills.targets drills.tell drills.watch", WORLD
+        "agent agent.client agent.config agent.model agent.signals agent.strict drills drills.cluster drills.config"
+        " drills.faults.table drills.guards drills.holder drills.judge drills.ledger drills.lease drills.lock"
+        " drills.model drills.pod_watch drills.prober drills.proc drills.record drills.targets drills.tell"
+        " drills.watch", WORLD
     ),
     "drills.daemon": Row(
-        "agent agent.config agent.model agent.sdnotify agent.signals agent.strict drills drills.config drills.heal"
-        " drills.history drills.ledger drills.lock drills.model drills.record drills.runner drills.schedule"
-        " drills.tell", WORLD
+        "agent agent.config agent.model agent.sdnotify agent.signals agent.strict drills drills.cluster drills.config"
+        " drills.heal drills.history drills.ledger drills.lease drills.lock drills.model drills.record drills.runner"
+        " drills.schedule drills.tell", WORLD
     ),
     "drills.cli": Row(
         "agent agent.client agent.config agent.signals agent.strict drills drills.config drills.daemon"
@@ -187,6 +189,7 @@ AGENT_FOR_DRILLS = {
 CLOCK_READERS = {
     "drills.ledger": "stamps its entries",
     "drills.holder": "stamps its events",
+    "drills.lease": "the wall clock, for people; what it goes by is CLOCK_BOOTTIME",
     "drills.runner": "the run's own clock",
     "drills.daemon": "when drills are due",
     "drills.history": "stamps the end of a run that was killed",
