@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev test run lint types heavy torture bench clean
+.PHONY: help setup setup-dev test test-k8s run lint types heavy torture bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +16,7 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS='	' read -r name does; do \
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS='	' read -r name does; do \
 		printf 'make %-10s %s\n' "$$name" "$$does"; done
 
 setup: $(VENV)/.installed  ## only set up: afterwards there is .venv/bin/tocsin
@@ -25,6 +25,10 @@ setup-dev: $(VENV)/.installed-dev  ## set up with what the tests and the linters
 
 test: setup-dev  ## set up, then the tests; those that lack a compiler, root or a Debian package are skipped
 	$(BIN)/python -m pytest -n auto --dist loadfile
+
+test-k8s: setup-dev  ## the tests of tests/kube against a real API server (KUBECONFIG=FILE), never a cluster that serves
+	@[ -n "$(KUBECONFIG)" ] || { echo "name an API server that may be written to: make test-k8s KUBECONFIG=/path" >&2; exit 1; }
+	TOCSIN_TEST_KUBECONFIG="$(abspath $(KUBECONFIG))" $(BIN)/python -m pytest -m "heavy or not heavy" tests/kube
 
 run: setup $(CONFIG)  ## set up, then the agent on this machine, in the foreground (CONFIG=FILE for another configuration)
 	@echo "configuration: $(CONFIG)   ask it: $(BIN)/tocsin check --config $(CONFIG)   page: http://127.0.0.1:9959/"

@@ -93,6 +93,11 @@ def release_nvml(path: Path, for_s: float | None = None) -> Any:
     return ask(path, "/nvml/release" if for_s is None else f"/nvml/release?for={for_s:.3f}s", "POST")
 
 
+def expect_kernel_line(path: Path, line: str, for_s: float) -> Any:
+    """Tell the agent that root is about to write exactly this line into the kernel's log. Raises as `ask` does."""
+    return ask(path, "/drills/kernel-line", "POST", {"line": line, "for_s": for_s})
+
+
 def reopen_nvml(path: Path) -> Any:
     """Have the agent open NVML again. Raises as `ask` does."""
     return ask(path, "/nvml/reopen", "POST")

@@ -483,10 +483,11 @@ DrillFault = Literal[
 
 
 TARGET_WAYS = ("engine", "port", "pid", "upstream", "path", "selector", "gpu")
+ON_GPUS = frozenset({"gpu-reset", "slow-rank"})
 
 
 class DrillTarget(_Form, frozen=True):
-    """`drills[].target`: what is broken, by exactly one of TARGET_WAYS."""
+    """`drills[].target`: what is broken, by exactly one of TARGET_WAYS; an engine's GPU by both."""
 
     engine: str | None = None  # a name under `engines`
     port: Port | None = None
@@ -561,12 +562,13 @@ class DrillPeer(_Form, frozen=True):
 class DrillParams(_Form, frozen=True):
     """`drills[].params`: the fault's own numbers. None: its default; which fault takes which is checked in drills."""
 
-    share: OpenShare | None = None  # ratio, packet-loss
+    share: OpenShare | None = None  # ratio, packet-loss: of packets; slow-rank: of its power that the GPU keeps
     direction: Literal["in", "both"] | None = None
     peer: DrillPeer | None = None
     loopback: bool | None = None  # drop there too, where the agent reads the engine
     delay: PositiveDuration | None = None  # s, upstream-timeout
-    mode: Literal["turn", "chunk", "hang", "status"] | None = None
+    # turn to status: upstream-timeout; synthetic and reset: gpu-reset; delete and evict: pod-kill
+    mode: Literal["turn", "chunk", "hang", "status", "synthetic", "reset", "delete", "evict"] | None = None
     after_bytes: int | None = None
     status: Annotated[int, Parse(_status, what="503 or 429")] | None = None
     retry_after: Duration | None = None  # s
@@ -820,6 +822,8 @@ def _drill_faults(config: Config, places: Places) -> list[Fault]:
         seen.add(drill.name)
         key, target = f"{drill.at}.target", drill.target
         given = [way for way in TARGET_WAYS if getattr(target, way) is not None]
+        if drill.fault in ON_GPUS and target.engine is not None:
+            given = [way for way in given if way != "gpu"]  # which of the engine's
         if len(given) != 1:
             message = f"{' and '.join(given)} are written" if given else "names nothing"
             faults.append(places.fault(key, message, f"write one of {', '.join(TARGET_WAYS)}"))

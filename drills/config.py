@@ -13,13 +13,12 @@ from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
 from agent import daytime
-from agent.config import TARGET_WAYS, Config, DrillConfig, DrillHolds, EngineConfig, day_window, target_name
+from agent.config import ON_GPUS, TARGET_WAYS, Config, DrillConfig, DrillHolds, EngineConfig, day_window, target_name
 from agent.model import Rule
 from agent.strict import ConfigErrors, Fault, Unfit, cut, did_you_mean
 from drills import cron
 from drills.model import Drill, Holds, Load, Schedule
 
-LATER = frozenset({"pod-kill", "gpu-reset", "slow-rank"})  # in the contract, not in this version
 # What each fault takes under `target` (one of them) and under `params`.
 TARGETS: Mapping[str, Sequence[str]] = {
     "process-kill": ("engine", "port", "pid"),
@@ -27,6 +26,9 @@ TARGETS: Mapping[str, Sequence[str]] = {
     "packet-loss": ("engine", "port", "pid"),
     "upstream-timeout": ("engine", "port", "upstream"),
     "disk-full": ("path",),
+    "gpu-reset": ("engine", "gpu"),  # or both: which of the engine's
+    "slow-rank": ("engine",),
+    "pod-kill": ("selector",),
 }
 PARAMS: Mapping[str, Sequence[str]] = {
     "process-kill": (),
@@ -34,15 +36,25 @@ PARAMS: Mapping[str, Sequence[str]] = {
     "packet-loss": ("share", "direction", "peer", "loopback"),
     "upstream-timeout": ("delay", "mode", "after_bytes", "status", "retry_after"),
     "disk-full": ("leave",),
+    "gpu-reset": ("mode",),
+    "slow-rank": ("share",),
+    "pod-kill": ("mode",),
+}
+MODES: Mapping[str, Sequence[str]] = {
+    "upstream-timeout": ("turn", "chunk", "hang", "status"),
+    "gpu-reset": ("synthetic", "reset"),
+    "pod-kill": ("delete", "evict"),
 }
 # key of `params` -> what the fault calls it, with its unit
 NAMES: Mapping[str, str] = {"delay": "delay_s", "retry_after": "retry_after_s", "leave": "leave_bytes"}
-WITH_PARTS = frozenset({"process-kill", "engine-hang"})
+XID_RULES = ("xid-note",)  # what sees the kernel's line of a synthetic gpu-reset
+WITH_PARTS = frozenset({"process-kill", "engine-hang", "slow-rank"})
 # Faults between the user and the engine: the engine's own page begins behind them.
 OUTSIDE = frozenset({"packet-loss", "upstream-timeout"})
 ANNOUNCED: Mapping[str, Sequence[str]] = {
     "process-kill": ("engine-down",), "engine-hang": ("engine-stuck",), "upstream-timeout": ("user-ttft-p99",),
-    "packet-loss": ("user-ttft-p99", "user-itl-p99"),
+    "packet-loss": ("user-ttft-p99", "user-itl-p99"), "pod-kill": ("engine-stopped", "engine-down"),
+    "slow-rank": ("rank-spread", "rank-straggler", "rank-clock-spread", "itl-p99"),
 }  # fmt: skip
 DETECT_S = 30.0  # for a signal to be computed and a breach to be seen, besides two polls
 FEWEST_REQUESTS = 473  # k = 1 failed request of n still proves 1 %: Clopper-Pearson, one-sided 95 %
@@ -62,10 +74,6 @@ def drills_of(config: Config, rules: Sequence[Rule]) -> list[Drill]:
 
 def _faults(config: Config, drill: DrillConfig, rules: Sequence[Rule]) -> Iterator[Fault]:
     places = config.rules.places
-    if drill.fault in LATER:
-        known = ", ".join(TARGETS)
-        yield places.fault(f"{drill.at}.fault", f"{drill.fault} is not in this version", f"it has {known}", drill.fault)
-        return
     yield from _form_faults(config, drill)
     yield from _schedule_faults(config, drill)
     on = {rule.id: rule for rule in rules}
@@ -88,6 +96,8 @@ def _faults(config: Config, drill: DrillConfig, rules: Sequence[Rule]) -> Iterat
 
 def announced_by(drill: DrillConfig) -> Sequence[str]:
     """The rules that a fault announces where `expects` is not written."""
+    if drill.fault == "gpu-reset":
+        return ("engine-down",) if drill.params.mode == "reset" else XID_RULES
     return ANNOUNCED.get(drill.fault, ())
 
 
@@ -106,7 +116,14 @@ def _form_faults(config: Config, drill: DrillConfig) -> Iterator[Fault]:
             takes = ", ".join(PARAMS[drill.fault]) or "none"
             message = f"{drill.fault} takes no {name}"
             yield places.fault(f"{drill.at}.params.{name}", message, f"remove it; it takes {takes}")
-    mode = drill.params.mode or "turn"
+    if drill.fault == "pod-kill" and target.namespace is None:
+        yield places.fault(f"{drill.at}.target", "pod-kill names no namespace", "add namespace: NAME beside selector")
+    if target.namespace is not None and drill.fault != "pod-kill":
+        yield places.fault(f"{drill.at}.target.namespace", f"{drill.fault} has no namespace", "remove it")
+    mode, modes = drill.params.mode or "turn", MODES.get(drill.fault, ())
+    if drill.params.mode and modes and mode not in modes:
+        message = f"{drill.fault} has no mode {mode}"
+        yield places.fault(f"{drill.at}.params.mode", message, f"write {' or '.join(modes)}")
     for name, wanted in (("after_bytes", "hang"), ("status", "status"), ("retry_after", "status")):
         if getattr(drill.params, name) is not None and mode != wanted and name in PARAMS[drill.fault]:
             message = f"mode {mode} has no {name}"
@@ -175,6 +192,10 @@ def why_unseen(config: Config, drill: DrillConfig, announced: Sequence[Rule]) ->
                 "expect user-ttft-p99, user-itl-p99 or user-error-rate",
             )
         return None
+    if drill.fault == "gpu-reset":
+        return _why_reset_unseen(config, drill, announced)
+    if drill.fault == "pod-kill" and drill.load is None and not config.engines:
+        return "no signal can see pod-kill: no engine is configured, and nobody asks as users do", "add load: {url: …}"
     if drill.fault in WITH_PARTS and drill.target.port is not None and _engine_at(config, drill.target.port) is None:
         message = f"no signal can see {drill.fault} at port {drill.target.port}: the agent watches no engine there"
         return message, "add the engine under engines, and name it"
@@ -186,6 +207,19 @@ def why_unseen(config: Config, drill: DrillConfig, announced: Sequence[Rule]) ->
     return None
 
 
+def _why_reset_unseen(config: Config, drill: DrillConfig, announced: Sequence[Rule]) -> tuple[str, str] | None:
+    if drill.params.mode == "reset":
+        if _engine_of(config, drill) is not None:
+            return None
+        told = "no engine is" if not config.engines else "several engines are"
+        return f"no signal can see gpu-reset: which engine does it hit? {told} configured", "name target.engine"
+    if drill.target.gpu is None:
+        return "no alert can be told to be of a synthetic gpu-reset: on which GPU?", "name target.gpu by its UUID"
+    if announced:
+        return None
+    return "no rule that is on sees a line of an Xid in the kernel's log", f"enable {XID_RULES[0]}, or write expects"
+
+
 # Signals that an engine's own page gives: they do not contain the way from the user to it.
 _OWN_PAGE = frozenset(
     {
@@ -194,6 +228,16 @@ _OWN_PAGE = frozenset(
         "error_burn", "node_error_burn", "error_rate", "prefix_cache_hit_rate", "swapped", "spec_decode_acceptance",
     }
 )  # fmt: skip
+
+
+def _engine_of(config: Config, drill: DrillConfig) -> EngineConfig | None:
+    """The engine that a target means: by name or port; for a GPU the one that there is."""
+    written = drill.target
+    if written.engine is not None:
+        return next((one for one in config.engines if target_name(one) == written.engine), None)
+    if written.port is not None:
+        return _engine_at(config, written.port)
+    return config.engines[0] if written.gpu is not None and len(config.engines) == 1 else None
 
 
 def _engine_at(config: Config, port: int) -> EngineConfig | None:
@@ -238,16 +282,17 @@ def _target(config: Config, drill: DrillConfig) -> dict[str, Any]:
         for name in written.__struct_fields__
         if name != "upstream" and (value := getattr(written, name)) is not None
     }
-    engine = None
-    if written.engine is not None:
-        engine = next(one for one in config.engines if target_name(one) == written.engine)
-    elif written.port is not None:
-        engine = _engine_at(config, written.port)
+    engine = _engine_of(config, drill)
     if engine is not None:
         target = {"engine": target_name(engine), "url": engine.url, "port": _port_of(engine.url), **target}
         target.setdefault("address", urlsplit(engine.url).hostname)
     if written.upstream is not None:
         target["address"], target["port"] = written.upstream
+    if drill.fault in ON_GPUS:
+        target |= {"gpus": [] if engine is None else list(engine.gpus), "socket": str(config.socket),
+                   "node": config.node, "other_watchers_ok": list(config.drill_guards.other_watchers_ok)}
+    if drill.fault == "pod-kill":
+        target["node"] = config.node
     target["state_dir"] = str(config.state_dir)
     return target
 

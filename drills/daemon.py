@@ -33,7 +33,8 @@ from agent.config import Config, load_all
 from agent.model import Rule
 from agent.signals import CATALOGUE
 from agent.strict import ConfigErrors
-from drills import heal, history, ledger, lock, record, runner, schedule, tell
+from drills import heal, history, lease, ledger, lock, record, runner, schedule, tell
+from drills.cluster import ClusterError
 from drills.config import drills_of
 from drills.model import Drill, Left, Refused, Verdict
 
@@ -104,6 +105,7 @@ class Daemon:
         self._process: subprocess.Popen[bytes] | None = None
         self._run: str | None = None
         self.timetable: schedule.Timetable | None = None
+        self.orphan_told: str | None = None  # another node's run, for which we page
         self.stopping, self.woken = threading.Event(), threading.Event()  # woken: stop, or read the configuration anew
 
     # --- runs -------------------------------------------------------------------------------------------------------
@@ -173,6 +175,29 @@ class Daemon:
             if free and (at_start or lock.unsettled(self.root)):
                 heal_all(self.config)
         self.end_announcements()
+        self.tidy_lease()
+
+    def tidy_lease(self) -> None:
+        """Give the fleet's lease back where a run of this node was cut off and is healed; page for an orphan's node."""
+        fleet = lease.fleet_of(self.config.node, clock=self.clock)
+        if fleet is None:
+            return
+        try:
+            said = fleet.tidy(self.is_over)
+        except (ClusterError, Refused, OSError) as error:
+            log.warning("lease_not_looked_at", error=str(error))
+            return
+        orphan = said is not None and said.node not in ("", fleet.node) and said.reporter == fleet.node
+        if orphan and said is not None:
+            left = Left(lease.orphan_text(said), f"kubectl get node {said.node}")
+            tell.orphaned(self.config.socket, said.run, [left])
+            self.orphan_told = said.run
+        elif self.orphan_told is not None and tell.orphaned(self.config.socket, self.orphan_told, []):
+            self.orphan_told = None
+
+    def is_over(self) -> bool:
+        """Whether no run goes on here, whoever started it, and none has left anything. Raises Refused, OSError."""
+        return self.active() is None and lock.holder_of(self.root) is None and not lock.unsettled(self.root)
 
     def end_announcements(self) -> None:
         """A run that is over announces nothing; the agent may not have heard it when it ended."""
@@ -189,7 +214,14 @@ class Daemon:
     # --- the schedule -----------------------------------------------------------------------------------------------
 
     def run_due(self, drill: Drill, run: str, due_at: float) -> tuple[Verdict, str]:
-        """A drill's time has come: hold it to its end, or say why not; it is tried again."""
+        """A drill's time has come: hold it to its end, or say why not, or which node of the fleet has held it."""
+        try:
+            fleet = lease.fleet_of(self.config.node, clock=self.clock)
+            told = None if fleet is None else fleet.held(drill.name, due_at)
+        except ClusterError as error:
+            return Verdict.DEFERRED, str(error)
+        if told is not None:
+            return told
         try:
             self.start_run(drill.name, started_by="schedule", run=run, due_at=due_at)
         except (LookupError, RuntimeError, OSError) as error:
@@ -197,8 +229,8 @@ class Daemon:
         process = self._process
         if process is not None:
             process.wait()
-        told = record.load(self.root / "runs" / run)
-        return (Verdict(told["verdict"]), told["why"]) if told else (Verdict.ABORTED, "it left no record")
+        report = record.load(self.root / "runs" / run)
+        return (Verdict(report["verdict"]), report["why"]) if report else (Verdict.ABORTED, "it left no record")
 
     def skip(self, drill: Drill, run: str, due_at: float, why: str) -> None:
         """Write down a run that will not be, with its reasons. Raises OSError."""
@@ -226,8 +258,9 @@ class Daemon:
         past, now = schedule.history_of(self.root), self.clock()
         book = {} if self.timetable is None else self.timetable.book
         for drill in self.drills:
-            known_at = book[drill.name].known_at if drill.name in book else None
-            tell.overdue(self.config.socket, drill.name, schedule.overdue(drill, past, now, known_at))
+            seen = book.get(drill.name)
+            known_at, verdict_at = (None, None) if seen is None else (seen.known_at, seen.verdict_at)
+            tell.overdue(self.config.socket, drill.name, schedule.overdue(drill, past, now, known_at, verdict_at))
 
     def serve_for_ever(self) -> None:
         """Sweep, then hold what is due until stopped. Raises OSError, also where another drilld runs."""

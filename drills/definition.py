@@ -55,7 +55,7 @@ def _param(name: str, value: Any) -> Any:
 def _target(drill: Mapping[str, Any]) -> dict[str, Any]:
     """By the one way that names it."""
     target = drill.get("target") or {}
-    found = {k: target[k] for k in ("part", "netns") if target.get(k) is not None}
+    found = {k: target[k] for k in ("part", "netns", "gpu") if target.get(k) is not None}
     if target.get("engine") is not None:
         address = target.get("address")
         if address and address != urlsplit(str(target.get("url", ""))).hostname:
@@ -64,7 +64,7 @@ def _target(drill: Mapping[str, Any]) -> dict[str, Any]:
     if drill["fault"] == "upstream-timeout" and target.get("address"):
         host = f"[{target['address']}]" if ":" in str(target["address"]) else target["address"]
         return {"upstream": f"{host}:{target['port']}", **found}
-    ways = ("port", "pid", "path", "namespace", "selector", "gpu", "address")
+    ways = ("port", "pid", "path", "namespace", "selector", "address")
     return {**{k: target[k] for k in ways if target.get(k) is not None}, **found}
 
 

@@ -326,11 +326,12 @@ def collect(
     """
     checked = _found(lambda: _mapping(client.ask(config.socket, "/check")))
     rehearse = None if planning else REHEARSALS.get(plan.fault)
+    ready = plan.facts.get("ready")  # what Kubernetes tells counts before what this node's engines tell
     return Facts(
         now=now,
         run=run,
         limits=config.drill_guards,
-        replicas=len(config.engines),
+        replicas=len(config.engines) if ready is None else int(plan.blast["of"]),
         accept_unknown_budget=accept_unknown_budget,
         planning=planning,
         lever=_found(lambda: lever_of(config.drill_guards.lever_file)),
@@ -339,27 +340,30 @@ def collect(
         pages=_found(lambda: pages_of(client.ask(config.socket, "/alerts?resolved=0"))),
         alertmanager=_found(lambda: [page for url in alertmanagers(config) for page in pages_at(url)]),
         stale=_then(checked, lambda told: stale_of(told, drill, now, stale_limit_s(config))),
-        healthy=_found(lambda: healthy_engines(config)),
+        healthy=_found(lambda: healthy_engines(config) if ready is None else int(ready)),
         budget=_then(checked, lambda told: budget_of(told, config.slo.window)),
         reserved=_found(lambda: reserved_ports(config)),
         rehearsal=_found(lambda: _rehearsed(rehearse, plan)),
     )
 
 
-def collect_during(config: Config, stale_s: float) -> DuringFacts:
-    """Everything that `during` judges by. `stale_s`: since the agent last answered. Asks it once; never raises."""
+def collect_during(config: Config, stale_s: float, pods: tuple[int | None, int] | None = None) -> DuringFacts:
+    """Everything that `during` judges by. `stale_s`: since the agent last answered. Asks it once; never raises.
+
+    `pods`: how many are Ready, of how many, where Kubernetes is watched.
+    """
     lever = _found(lambda: lever_of(config.drill_guards.lever_file))
     # Somebody pulled the lever: an agent that hangs is not waited for.
     checked: Fact[Mapping[str, Any]] = Fact(unknown="not asked") if lever.value else _found(
         lambda: _mapping(client.ask(config.socket, "/check")))
-    replicas = len(config.engines)
+    replicas = len(config.engines) if pods is None else pods[1]
     return DuringFacts(
         limits=config.drill_guards,
         replicas=replicas,
         stale_s=stale_s,
         stale_limit_s=stale_limit_s(config),
         lever=lever,
-        healthy=_then(checked, lambda told: replicas - len(down_in(told))).value,
+        healthy=_then(checked, lambda told: replicas - len(down_in(told))).value if pods is None else pods[0],
         budget=_then(checked, lambda told: budget_of(told, config.slo.window)).value,
     )
 

@@ -1,8 +1,9 @@
 """The process that owns a fault: the fault ends when it does, whoever or whatever ends it.
 
-`python -m drills.holder RUN_FOLDER DEADLINE_S` reads commands (`inject`, `revert`) from the runner's pipe on its stdin
-and tells events as JSON lines on its stdout. It reverts at `revert`, at end-of-file (the runner is gone) and shortly
-before the deadline; at the deadline the kernel ends it. `start` is the runner's side.
+`python -m drills.holder RUN_FOLDER DEADLINE_S` reads commands (`inject`, `revert`, `lease UNTIL`) from the runner's
+pipe on its stdin and tells events as JSON lines on its stdout. It reverts at `revert`, at end-of-file (the runner is
+gone), when the fleet's lease is good no more, and shortly before the deadline; at the deadline the kernel ends it.
+`start` is the runner's side.
 
 Whatever injects on its behalf inherits `injector_fds`: a copy of stdout, so that the runner's end-of-file comes only
 after the last injector is gone, and the lock on the ledger, which tells the same to heal.
@@ -56,9 +57,20 @@ class _Child:
         self.plan: Plan | None = None
         self.held: Held | None = None
         self.injecting = threading.Event()
+        self.lease_until: float | None = None  # on CLOCK_BOOTTIME, which counts a suspended host; None: there is none
+
+    @property
+    def lease_left_s(self) -> float:
+        """How long the fleet's lease is good; a runner that is stopped, or lost it, says nothing any more."""
+        if self.lease_until is None:
+            return float("inf")
+        return self.lease_until - time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def inject(self) -> None:
         """Put the fault in that the ledger names: what is not on disk is not done."""
+        if self.lease_left_s <= 0:
+            emit("failed", why="the fleet's drill lease is not good any more: nothing was touched")
+            return
         self.plan = plan_of(read(self.folder))
         if self.plan is None:
             emit("failed", why=f"{self.folder / LEDGER} holds no plan: nothing was touched")
@@ -136,11 +148,12 @@ def _serve(child: _Child) -> None:
     poller.register(stdin, select.POLLIN)
     pending = b""
     sample_at = float("inf")
-    while (now := time.monotonic()) < child.reverts_at:
+    while (now := time.monotonic()) < child.reverts_at and child.lease_left_s > 0:
         if now >= sample_at:
             child.sample()
             sample_at = max(sample_at + SAMPLE_EVERY_S, now)
-        if not poller.poll(max(0.0, min(sample_at, child.reverts_at) - time.monotonic()) * 1000.0 + 1.0):
+        wait_s = min(min(sample_at, child.reverts_at) - time.monotonic(), child.lease_left_s)
+        if not poller.poll(max(0.0, wait_s) * 1000.0 + 1.0):
             continue
         told = os.read(stdin, 4096)
         if not told:
@@ -149,6 +162,8 @@ def _serve(child: _Child) -> None:
         for command in commands:
             if command == b"revert":
                 return
+            if command.startswith(b"lease "):
+                child.lease_until = float(command.split()[1])
             if command == b"inject" and child.plan is None:
                 child.inject()
                 sample_at = time.monotonic()
@@ -248,6 +263,10 @@ class Holder:
         if event["event"] == "failed":
             raise HolderError(str(event["why"]))
         return float(event["at"])
+
+    def lease(self, until: float) -> None:
+        """Have it end the fault by itself then (CLOCK_BOOTTIME seconds), unless it is told of a later time before."""
+        self._tell(f"lease {until!r}")
 
     def revert(self, timeout_s: float) -> list[Left]:
         """End the fault and the holder, in good order or not, and look at what is left. Never raises."""

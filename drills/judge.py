@@ -22,7 +22,8 @@ STORM_AFTER = 1.2  # times the baseline, still 2 m after the fault
 STORM_AFTER_S = 120.0
 SLOW_FAULTS = frozenset({"packet-loss", "upstream-timeout"})  # slowness is what they are
 BACK_WITHIN_S = 120.0  # p99 back inside the SLO after a fault that is not judged while it lasts
-MAY_FIRE = frozenset({"packet-loss"})
+MAY_FIRE = frozenset({"packet-loss", "pod-kill", "slow-rank"})
+NAMING_A_RANK = ("rank-straggler", "rank-clock-spread")  # of slow-rank's alerts, one must fire
 FIRE_WITHIN_S = 60.0  # beside the rule's own `for`
 DELIVER_WITHIN_S = 15.0  # beside the group_wait
 AT_ONCE_S = 1.0  # two instants that different processes wrote down are told apart no better
@@ -68,6 +69,8 @@ class Restart:
     completion_at: float | None = None
     orphans: Sequence[str] = ()  # processes of the killed engine that lived on
     gpu_free: bool | None = None
+    steps: Mapping[str, float] = field(default_factory=dict)  # what else was reached on the way: gone, scheduled …
+    why: str = ""  # what keeps it, where it is not back
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,7 @@ class Evidence:
     slo_availability: float | None = None  # share of good requests that was promised; None: unknown
     slo_window_s: float | None = None  # over which
     unwatched_restart: bool = False  # it was killed and must come back, and nobody could watch it
+    not_as_before: Sequence[str] | None = None  # what of the target's hardware is not as it was; None: not asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +244,10 @@ def must_holds(evidence: Evidence) -> list[Row]:
     elif evidence.unwatched_restart:
         rows.append(Row("restart", Verdict.INCONCLUSIVE, "the killed target answers again",
                         "unknown: nobody could watch it; name an engine of the configuration as target"))
+    if evidence.not_as_before is not None:
+        changed = "; ".join(evidence.not_as_before)
+        rows.append(Row("as_before", Verdict.FAIL if changed else Verdict.PASS, "the GPU is as it was before",
+                        changed or "it is"))
     if holds.retry_storm:
         rows.append(storm_row(evidence))
     if holds.degraded is not None:
@@ -412,13 +420,14 @@ def deadline_row(evidence: Evidence) -> Row | None:
 def restart_rows(evidence: Evidence, restart: Restart) -> list[Row]:
     """The killed target came back by itself, answered, and left nothing behind: else its return does not count."""
     start = evidence.fault[0]
-    reached = {"down": restart.down_at, "port": restart.port_at, "ready": restart.ready_at,
+    reached = {"down": restart.down_at, **restart.steps, "port": restart.port_at, "ready": restart.ready_at,
                "completion": restart.completion_at}
     took_s = None if restart.completion_at is None else restart.completion_at - start
     split = ", ".join(f"{name} {at - start:.1f} s" for name, at in reached.items() if at is not None)
     counts = not restart.orphans and restart.gpu_free is not False
     ok = took_s is not None and took_s <= restart.within_s and counts
     got = "never answered" if took_s is None else f"first completion after {took_s:.1f} s"
+    got += f" (> {restart.within_s:.0f} s): {restart.why}" if took_s is None and restart.why else ""
     got += f" ({split})" if split else ""
     detail = {"took_s": took_s, "limit_s": restart.within_s, **{f"{name}_at": at for name, at in reached.items()},
               **{f"{name}_s": None if at is None else at - start for name, at in reached.items()}}
@@ -536,7 +545,16 @@ def alarm_rows(evidence: Evidence) -> list[Row]:
                         f"on-call route not proven: route_to sent it to {evidence.drill.route_to} alone"))
     unexpected = "; ".join(evidence.unexpected)
     verdict = Verdict.FAIL if unexpected else Verdict.PASS
+    if evidence.drill.fault == "slow-rank" and not evidence.drill.expects:
+        rows.append(rank_named_row(evidence))
     return [*rows, Row("nothing_unexpected", verdict, "no page that was not announced", unexpected or "none")]
+
+
+def rank_named_row(evidence: Evidence) -> Row:
+    """Each alert that names the slow rank may fail to see it; one must not."""
+    named = [alarm.rule for alarm in evidence.alarms if alarm.rule in NAMING_A_RANK and alarm.firing_at is not None]
+    return Row("rank_named", Verdict.PASS if named else Verdict.FAIL, f"one of {', '.join(NAMING_A_RANK)} fires",
+               ", ".join(named) or "neither did: nobody was told which rank is slow")
 
 
 def rows_of_alarm(evidence: Evidence, alarm: Alarm) -> list[Row]:
@@ -546,7 +564,7 @@ def rows_of_alarm(evidence: Evidence, alarm: Alarm) -> list[Row]:
     name, asked = f"alarm.{alarm.rule}", f"firing within {limit_s:.0f} s"
     detail = {"took_s": fired_s, "limit_s": limit_s, "pending_at": alarm.pending_at, "firing_at": alarm.firing_at}
     if not alarm.enabled or fired_s is None:
-        # Some clients are spared by TCP: what packet loss announces by itself may fire, and need not.
+        # Some clients are spared by TCP, some engines tell no step time: what a fault announces by itself may fire.
         may = evidence.drill.fault in MAY_FIRE and not evidence.drill.expects
         got = "it never fired" if alarm.enabled else "the rule is disabled"
         if alarm.enabled and ended_before(evidence, start + limit_s):

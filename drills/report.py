@@ -39,7 +39,7 @@ TIMES: Mapping[str, str] = {"detect": "alert firing", "deliver": "notification a
                             "mitigate": "traffic back at the asked rate", "recover": "all as before"}
 PHASES = ("before", "during", "after")
 UNPHASED = ("alarm.", "not_ended_early", "no_other_stream_cut", "restart", "no_orphans", "gpu_memory_free",
-            "deadline_respected", "user_seen", "nothing_unexpected", *EVIDENCE)  # fmt: skip
+            "as_before", "rank_named", "deadline_respected", "user_seen", "nothing_unexpected", *EVIDENCE)  # fmt: skip
 FIRST = ("alarm.", "goodput", "restart", "degraded")  # of what went well: what the drill is for
 Map = Mapping[str, Any]
 
@@ -227,7 +227,8 @@ def hypothesis(record: Map) -> str:
 def _blast(record: Map) -> dict[str, Any]:
     plan, drill = _map(record.get("plan")), _map(record.get("drill"))
     blast = _map(plan.get("blast"))
-    named = {k: v for k, v in _map(drill.get("target")).items() if k not in ("reserved", "state_dir") and v is not None}
+    target = _map(drill.get("target"))
+    named = {k: v for k, v in target.items() if k not in ("reserved", "state_dir", "node") and v is not None}
     return {
         "targets": _texts(plan.get("targets")), "replicas": blast.get("replicas"), "of": blast.get("of"),
         "why": "the definition names " + (", ".join(f"{k} {v}" for k, v in named.items()) or UNKNOWN),

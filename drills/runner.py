@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from agent.config import Config, load_all
 from agent.model import Rule
 from agent.signals import CATALOGUE
 from agent.strict import ConfigErrors
-from drills import guards, holder, ledger, lock, prober, proc, tell, watch
+from drills import guards, holder, lease, ledger, lock, pod_watch, prober, proc, tell, watch
+from drills.cluster import Cluster, ClusterError, configured
 from drills.config import FEWEST_REQUESTS, drills_of
 from drills.faults.table import FAULTS
 from drills.judge import BACK_WITHIN_S, SLOW_FAULTS, Alarm, Delivery, Evidence, Restart, judge
@@ -85,7 +87,7 @@ class Run:
         self.elsewhere = watch.PagesElsewhere(guards.alertmanagers(config), config.node, self.wake.set)
         self.prober: prober.Prober | None = None
         self.holder: holder.Holder | None = None
-        self.way_back: watch.WayBack | None = None
+        self.way_back: watch.WayBack | pod_watch.PodsBack | None = None
         self.gpu_memory = watch.GpuMemory(lambda: watch.gpu_holders(config.socket), clock)
         self.plan: Plan | None = None
         self.spans: dict[str, list[float]] = {}
@@ -95,6 +97,7 @@ class Run:
         self.samples: list[Mapping[str, Any]] = []
         self.unexpected: list[str] = []  # pages that nothing announced
         self.ended: Ended | None = None
+        self.lease: lease.Held | None = None  # the fleet's, where there is a cluster
 
     # --- the way through the states ---------------------------------------------------------------------------------
 
@@ -105,20 +108,70 @@ class Run:
             held = lock.take(self.root, self.run)
         except Refused as no:
             return self.refuse(str(no))
+        verdict: Verdict | None = None
         try:
+            self.take_lease()
             self.enter(State.LOCKED)
             self.preflight(accept_unknown_budget)
-            return self.drill_it()
+            verdict = self.drill_it()
         except Refused as no:
             return self.refuse(str(no))
         except Exception as error:  # of ours: the fault is out by now, and who waits for the run need not wait on
             self.record.finish(Verdict.ORPHANED if self.left else Verdict.ABORTED,
                                f"it broke off, a fault of Tocsin's: {type(error).__name__}: {error}")
+            verdict = Verdict.ABORTED
             raise
+        else:
+            return verdict
         finally:
             self.let_go()
+            self.give_lease_back(verdict)
             if not self.left:
                 held.release()
+
+    def take_lease(self) -> None:
+        """Take the fleet's lease, where there is a cluster. Raises Refused."""
+        fleet = lease.fleet_of(self.config.node, clock=self.clock, sleep=self.nap, stopped=lambda: self.stop_why)
+        if fleet is None:
+            return
+        gap_s = self.config.drill_guards.min_gap
+        self.lease = fleet.take(self.run, self.drill.name, self.due_at, min_gap_s=gap_s)
+        self.ledger.note(fence=self.lease.fence)
+        self.record.moment("the fleet's lease taken", "fence {}, {}".format(*self.lease.fence))
+        self.lease.keep(self.lease_renewed, self.lease_lost)
+
+    def lease_renewed(self, until: float) -> None:
+        """In the lease's thread: the holder is told as well, which outlives a runner that is stopped."""
+        if self.holder is not None:
+            self.holder.lease(until)
+
+    def lease_lost(self, why: str) -> None:
+        """In the lease's thread: another may have it, so nothing of ours stays in."""
+        self.abort(why)
+        self.wake.set()
+
+    def give_lease_back(self, verdict: Verdict | None) -> None:
+        """To the fleet; what is left in the world keeps it, until this node has healed it."""
+        if self.lease is None:
+            return
+        if self.left:
+            self.lease.end()
+        else:
+            self.lease.release(self.drill.name, verdict)
+
+    def nap(self, span_s: float) -> None:
+        """Sleep, but no longer than until the run is to stop."""
+        end = time.monotonic() + span_s
+        while not self.stop_why and (left_s := end - time.monotonic()) > 0:
+            time.sleep(min(TICK_S, left_s))
+
+    def tell_node(self, reason: str, message: str) -> None:
+        """An Event on our node, for whoever asks what happens to it. One that cannot be written costs nothing."""
+        if self.lease is None or not configured():
+            return
+        about = {"kind": "Node", "name": self.config.node, "uid": self.config.node}
+        with suppress(ClusterError), Cluster(answer_s=lease.ANSWER_S) as cluster:
+            cluster.event(about, reason, message, now=self.clock())
 
     def enter(self, state: State, **data: Any) -> None:
         """Write a state down, then let it be true."""
@@ -146,6 +199,8 @@ class Run:
         self.elsewhere.start()
         self.failed_before = watch.failed_notifications(guards.alertmanagers(self.config))
         self.group_wait_s = watch.group_wait_s(guards.alertmanagers(self.config))
+        if self.lease is not None:
+            self.lease.bind(self.drill.name, self.due_at, self.plan.targets)
 
     def refuse(self, why: str) -> Verdict:
         """SKIPPED, or DEFERRED where it was due and is tried again, with reasons and a report; nothing was touched."""
@@ -190,12 +245,15 @@ class Run:
         assert self.plan is not None  # noqa: S101
         self.enter(State.ARMED, plan=msgspec.to_builtins(self.plan))
         self.announce(self.announced)
-        self.holder = holder.start(self.folder, self.drill.for_s + PROVE_WITHIN_S + HOLDER_GRACE_S + self.drain_s)
+        span_s = self.drill.for_s + self.prove_within_s + HOLDER_GRACE_S + self.drain_s
+        self.holder = holder.start(self.folder, span_s)
         self.ledger.note(holder=msgspec.to_builtins(self.holder.process_id))
         self.holder.wait_up(PROVE_WITHIN_S)
         if self.plan.restarts:
             self.gpu_memory.before(one["pid"] for one in self.plan.facts.get("victims", ()))
-        if self.plan.restarts and self.drill.target.get("url"):
+        if self.plan.fault == "pod-kill":
+            self.way_back = pod_watch.PodsBack(self.plan.facts, self.clock)
+        elif self.plan.restarts and self.drill.target.get("url"):
             self.way_back = watch.WayBack(str(self.drill.target["url"]), self.clock)
 
     def announce(self, rules: Sequence[str]) -> None:
@@ -210,6 +268,9 @@ class Run:
         assert self.plan is not None and self.holder is not None  # noqa: S101, PT018
         if self.stop_why:
             raise Ended(self.stop_why)
+        self.refuse_stale_lease()
+        if self.lease is not None:
+            self.holder.lease(self.lease.good_until)
         self.enter(State.INJECTING)
         if self.way_back is not None:
             self.way_back.start()
@@ -224,9 +285,11 @@ class Run:
             return False, str(no)
         self.spans["fault"] = [injected_at, self.clock()]
         self.record.moment("fault injected", f"holder pid {self.holder.process_id.pid}")
-        end = time.monotonic() + PROVE_WITHIN_S
+        told = f"{self.drill.fault}, run {self.run}: {'; '.join(self.plan.targets)}"
+        threading.Thread(target=self.tell_node, args=("DrillInjected", told), daemon=True).start()
+        end = time.monotonic() + self.prove_within_s
         proven, proof = False, "no sample came"
-        while time.monotonic() < end and not proven:
+        while time.monotonic() < end and not proven and not any(sample.get("over") for sample in self.holder.samples):
             self.breathe("fault")
             proven, proof = self.fault.proven(self.plan, self.holder.samples)
         self.enter(State.PROVEN if proven else State.INVALID, proof=proof)
@@ -252,6 +315,11 @@ class Run:
         if self.left:
             self.record.orphaned(self.left)
             tell.orphaned(self.config.socket, self.run, self.left)
+
+    @property
+    def prove_within_s(self) -> float:
+        """How long a fault may take until it can be proven: a reset of hardware takes its time."""
+        return float(self.plan.facts.get("prove_within_s", PROVE_WITHIN_S)) if self.plan is not None else PROVE_WITHIN_S
 
     @property
     def drain_s(self) -> float:
@@ -306,6 +374,7 @@ class Run:
         self.spans[phase][1] = self.clock()
         if self.stop_why:
             raise Ended(self.stop_why)
+        self.refuse_stale_lease()
         self.judge_pages()  # before all that may take its time
         if self.prober is not None:
             if not self.prober.alive:
@@ -313,9 +382,22 @@ class Run:
             tell.users(self.config.socket, self.drill.load.url if self.drill.load else "", self.prober.latest)
         if self.holder is not None and phase == "fault" and not self.holder.alive:
             raise Ended(self.stop_why or "the holder ended before its time: the fault is gone")
-        no = [c for c in guards.during(self.drill, guards.collect_during(self.config, self.agent.stale_s)) if not c.ok]
+        facts = guards.collect_during(self.config, self.agent.stale_s, self.pods)
+        no = [c for c in guards.during(self.drill, facts) if not c.ok]
         if no:
             raise Ended(self.stop_why or "; ".join(f"{c.name}: {c.why}" for c in no))
+
+    def refuse_stale_lease(self) -> None:
+        """Raise Ended where the fleet's lease may be another's by now."""
+        if self.lease is not None and not self.lease.fresh():
+            raise Ended(self.lease.lost or lease.STALE)
+
+    @property
+    def pods(self) -> tuple[int | None, int] | None:
+        """How many pods are Ready, of how many; None where the drill is about none."""
+        if self.plan is None or "ready" not in self.plan.facts:
+            return None
+        return self.way_back.healthy if isinstance(self.way_back, pod_watch.PodsBack) else None, self.plan.blast["of"]
 
     def judge_pages(self) -> None:
         """A page that a must-hold stands for fails the drill now; one that nothing announced aborts it."""
@@ -386,6 +468,7 @@ class Run:
             left=[one.what for one in self.left], stale=silent, unexpected=self.unexpected,
             arrivals=self.arrivals(),
             unwatched_restart=self.plan is not None and self.plan.restarts and not self.drill.target.get("url"),
+            not_as_before=self.samples[-1].get("not_as_before") if self.samples else None,
             slo_availability=self.config.slo.availability, slo_window_s=self.config.slo.window)
 
     def arrivals(self) -> Mapping[str, Sequence[tuple[float, float]]]:
@@ -413,8 +496,12 @@ class Run:
             return None
         way = self.way_back
         orphans = [f"pid {pid}" for pid in (self.samples[-1].get("outlive", ()) if self.samples else ())]
-        return Restart(self.restart_within_s, way.down_at, way.port_at, way.ready_at, way.completion_at, orphans,
-                       self.gpu_memory.is_free(way.completion_at))
+        found = Restart(self.restart_within_s, way.down_at, way.port_at, way.ready_at, way.completion_at, orphans,
+                        self.gpu_memory.is_free(way.completion_at))
+        if isinstance(way, pod_watch.PodsBack):
+            why = "" if way.completion_at is not None else way.why_not() or "it is Ready, and gives no completion"
+            return replace(found, steps=dict(way.steps), why=why)
+        return found
 
     def conclude(self, proven: bool, proof: str) -> Verdict:
         """Judge, write the report, say it."""
@@ -425,6 +512,7 @@ class Run:
         judgement = judge(self.evidence(proven, proof))
         self.record.judged(judgement, self.spans, self.samples, self.agent.rows())
         self.record.finish(judgement.verdict, judgement.why)
+        self.tell_node("DrillEnded", f"{self.drill.fault}, run {self.run}: {judgement.verdict}, {judgement.why}")
         self.enter_quietly(State.REPORTED, verdict=judgement.verdict)
         return judgement.verdict
 

@@ -164,16 +164,19 @@ def jitter_s(schedule: Schedule, run: str, slot: float) -> float:
     return part * min(schedule.jitter_s, max(0.0, cron.window_left_s(schedule, slot) - 60.0))
 
 
-def overdue(drill: Drill, history: Sequence[Past], now: float, known_at: float | None = None) -> str | None:
+def overdue(drill: Drill, history: Sequence[Past], now: float, known_at: float | None = None,
+            verdict_at: float | None = None) -> str | None:
     """Why rule no-drill is in breach: the drill was due and did not run; None where all is well.
 
-    `known_at`: since when the drill is configured, for one that never ran.
+    `known_at`: since when the drill is configured, for one that never ran; `verdict_at`: when the timetable last heard
+    of a verdict, of another node's run as well.
     """
     schedule = drill.schedule
     if schedule is None or not drill.enabled:
         return None
     mine = [past for past in history if past.drill == drill.name]
-    ran_at = max((past.at for past in mine if past.verdict not in NOT_RUN), default=None)
+    ran = [past.at for past in mine if past.verdict not in NOT_RUN]
+    ran_at = max([*ran, *([verdict_at] if verdict_at is not None else ())], default=None)
     given_up = [p for p in mine if p.verdict is Verdict.SKIPPED and p.due_at is not None and p.at > (ran_at or 0.0)]
     if given_up:
         last = max(given_up, key=lambda past: past.at)

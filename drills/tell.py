@@ -23,14 +23,16 @@ def address_of(url: str) -> str:
 
 
 def subjects_of(drill: Drill, node: str | None) -> list[str] | None:
-    """What alerts of this drill's making are on: its engine, its users' address, the node; None where it names none.
+    """What alerts of this drill's making are on: its engine, GPU, users' address, node; None where it names no engine.
 
     The same alert on another engine is a real one.
     """
     engine = drill.target.get("engine")
     if engine is None:
         return None
-    return [str(engine), *([node] if node else ()), *([address_of(drill.load.url)] if drill.load else ())]
+    gpu = drill.target.get("gpu")
+    own = (engine, gpu, node, address_of(drill.load.url) if drill.load else None)
+    return [str(one) for one in own if one]
 
 
 def announce(socket: Path, run: str, drill: Drill, rules: Sequence[str], until: float,

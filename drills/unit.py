@@ -1,8 +1,10 @@
 """The systemd drop-in of drilld: what its enabled drills need beyond the unit, and no more. Pure.
 
 The unit itself has no capability. Which of them each fault cannot do without is tried in tests/drills/test_unit.py.
-CAP_NET_RAW is not among them: with it upstream-timeout would reach busy connections of before as well as idle ones, and
-all five drills together would be open to more than 3.0 of 10. The report says that those were not covered.
+A GPU is reset or slowed, and a line of the kernel's log written, by root alone: those drop-ins say so, with few of
+root's capabilities. CAP_NET_RAW is not among any of them: with it upstream-timeout would reach busy connections of
+before as well as idle ones, and all drills together would be open to more than 3.0 of 10. The report says that those
+were not covered.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from drills.model import Drill
 
 # To see which process of another user listens on a port: /proc/PID/fd, and where its links lead.
 LOOK = ("CAP_SYS_PTRACE", "CAP_DAC_READ_SEARCH")
+ON_GPUS = frozenset({"gpu-reset", "slow-rank"})
+# Root, in folders that stay tocsin's: with StateDirectory= systemd would give root the agent's state.
+ROOT = ("User=root", "StateDirectory=", "RuntimeDirectory=", "ReadWritePaths=-/var/lib/tocsin -/run/tocsin")
 # nft, ip and ss speak netlink.
 NETLINK = "RestrictAddressFamilies=AF_NETLINK"
 # Folders that the unit hides, and what shows them.
@@ -34,6 +39,8 @@ def drop_in(drills: Iterable[Drill], drill_group: str | None = None) -> str:
         f"# Faults: {names}",
         "[Service]",
     ]
+    if any(map(_as_root, enabled)):
+        lines += ROOT
     capabilities = " ".join(sorted({one for drill in enabled for one in capabilities_of(drill)}))
     if capabilities:
         lines += [f"CapabilityBoundingSet={capabilities}", f"AmbientCapabilities={capabilities}"]
@@ -60,7 +67,21 @@ def capabilities_of(drill: Drill) -> Sequence[str]:
     if drill.fault == "upstream-timeout":
         # Where the upstream is on another machine there is no process to be found.
         return ("CAP_NET_ADMIN", *(LOOK if _is_local(drill) else ()), *_to_enter(drill))
+    if drill.fault in ON_GPUS:
+        # The state is tocsin's, and root without DAC_OVERRIDE a stranger there. SYS_ADMIN is what the driver asks of
+        # whoever sets something, and systemd of whoever has it read its units.
+        more = {"gpu-reset": ("CAP_SYS_ADMIN", "CAP_SYS_PTRACE", "CAP_KILL"), "slow-rank": ("CAP_SYS_ADMIN",)}
+        return ("CAP_DAC_OVERRIDE", *(("CAP_SYSLOG",) if _is_synthetic(drill) else more[drill.fault]))
     return ()
+
+
+def _as_root(drill: Drill) -> bool:
+    """Whether capabilities alone do not suffice: somebody asks for uid 0."""
+    return drill.fault in ON_GPUS
+
+
+def _is_synthetic(drill: Drill) -> bool:
+    return drill.fault == "gpu-reset" and drill.params.get("mode", "synthetic") == "synthetic"
 
 
 def _is_local(drill: Drill) -> bool:
@@ -94,6 +115,17 @@ def _settings(drill: Drill) -> Iterable[str]:
         yield NETLINK
     if drill.fault == "engine-hang":
         yield "SystemCallFilter=ptrace"
+    if drill.fault in ON_GPUS:
+        yield "PrivateDevices=no"
+        yield "DeviceAllow=char-nvidia* rw"
+        # NVIDIA's library has not been tried under it.
+        yield "MemoryDenyWriteExecute=no"
+        if _is_synthetic(drill):
+            yield "ProtectKernelLogs=no"
+            yield "DeviceAllow=/dev/kmsg rw"
+        elif drill.fault == "gpu-reset":
+            yield "# The gate that holds a service's restart."
+            yield "ReadWritePaths=/run/systemd/system"
     if drill.fault == "disk-full":
         path = str(drill.params.get("path") or drill.target.get("path"))
         yield f"# The user tocsin must be able to write in {path}: setfacl -m u:tocsin:rwx {path}"

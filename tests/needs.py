@@ -22,8 +22,10 @@ PACKAGES = {
     "promtool": "prometheus",
     "setpriv": "util-linux",
     "kill": "procps",
+    "systemctl": "systemd",
     "systemd-analyze": "systemd",
     "systemd-sysusers": "systemd",
+    "unshare": "util-linux",
 }
 # Debian keeps iptables, nft and ip where an ordinary user's PATH does not look.
 EXTRA_PATH = ("/usr/local/sbin", "/usr/sbin", "/sbin")

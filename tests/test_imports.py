@@ -126,6 +126,11 @@ MAY_IMPORT: dict[str, Row] = {
         "concurrent http os pathlib requests",
     ),
     "drills.schedule": Row("drills drills.cron drills.ledger drills.lock drills.model", WORLD),
+    "drills.cluster": Row("", WORLD),
+    "drills.lease": Row("drills.cluster drills.model", WORLD),
+    "drills.pods": Row("drills.cluster", "random"),
+    "drills.pod_watch": Row("drills drills.cluster drills.pods drills.watch", WORLD),
+    "drills.faults.pod_kill": Row("drills drills.cluster drills.model drills.pods", WORLD),
     "drills.lock": Row("drills drills.ledger drills.model", "fcntl os pathlib"),
     "drills.proxy": Row("", WORLD),
     "drills.old_connections": Row("drills.proxy", WORLD),
@@ -142,8 +147,9 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.undo": Row("drills.faults.table drills.ledger drills.model", WORLD),
     "drills.holder": Row("drills.faults.table drills.ledger drills.model drills.proc drills.undo", WORLD),
     "drills.faults.table": Row(
-        "drills.faults.disk_full drills.faults.engine_hang drills.faults.packet_loss drills.faults.process_kill"
-        " drills.faults.upstream_timeout drills.model"
+        "drills.faults.disk_full drills.faults.engine_hang drills.faults.gpu_reset drills.faults.packet_loss"
+        " drills.faults.pod_kill drills.faults.process_kill drills.faults.slow_rank drills.faults.upstream_timeout"
+        " drills.model"
     ),
     "drills.nft": Row("drills drills.model drills.proc", WORLD),
     "drills.rehearsal": Row("drills drills.model drills.nft", WORLD),
@@ -153,20 +159,29 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.faults.process_kill": Row("drills.model drills.proc drills.targets", WORLD),
     "drills.faults.engine_hang": Row("drills.model drills.proc drills.targets", WORLD),
     "drills.faults.disk_full": Row("drills.model drills.proc", WORLD),
+    "drills.gpu": Row("drills drills.model drills.proc", WORLD),
+    "drills.gate": Row("drills.ledger drills.model", WORLD),
+    "drills.faults.gpu_reset": Row(
+        "agent agent.client drills drills.cluster drills.gate drills.gpu drills.model drills.proc drills.targets"
+        " drills.xid_line", WORLD
+    ),
+    "drills.xid_line": Row("agent agent.client drills drills.gpu drills.model drills.proc", WORLD),
+    "drills.faults.slow_rank": Row("drills drills.gpu drills.model", WORLD),
     "drills.watch": Row("agent.client drills.judge", WORLD),
     "drills.tell": Row("agent agent.client drills.model", "pathlib"),
     "drills.record": Row("drills drills.judge drills.model drills.report", "importlib msgspec pathlib"),
     "drills.history": Row("drills drills.ledger drills.model drills.record", WORLD),
     "drills.unit": Row("drills.model", "pathlib"),
     "drills.runner": Row(
-        "agent agent.client agent.config agent.model agent.signals agent.strict drills drills.config"
-        " drills.faults.table drills.guards drills.holder drills.judge drills.ledger drills.lock drills.model"
-        " drills.prober drills.proc drills.record drills.targets drills.tell drills.watch", WORLD
+        "agent agent.client agent.config agent.model agent.signals agent.strict drills drills.cluster drills.config"
+        " drills.faults.table drills.guards drills.holder drills.judge drills.ledger drills.lease drills.lock"
+        " drills.model drills.pod_watch drills.prober drills.proc drills.record drills.targets drills.tell"
+        " drills.watch", WORLD
     ),
     "drills.daemon": Row(
-        "agent agent.config agent.model agent.sdnotify agent.signals agent.strict drills drills.config drills.heal"
-        " drills.history drills.ledger drills.lock drills.model drills.record drills.runner drills.schedule"
-        " drills.tell", WORLD
+        "agent agent.config agent.model agent.sdnotify agent.signals agent.strict drills drills.cluster drills.config"
+        " drills.heal drills.history drills.ledger drills.lease drills.lock drills.model drills.record drills.runner"
+        " drills.schedule drills.tell", WORLD
     ),
     "drills.cli": Row(
         "agent agent.client agent.config agent.signals agent.strict drills drills.config drills.daemon"
@@ -185,6 +200,7 @@ CLOCK_READERS = {
     "drills.ledger": "stamps its entries",
     "drills.holder": "stamps its events",
     "agent.notifiers.trial": "stamps its test alert",
+    "drills.lease": "the wall clock, for people; what it goes by is CLOCK_BOOTTIME",
     "drills.runner": "the run's own clock",
     "drills.daemon": "when drills are due",
     "drills.history": "stamps the end of a run that was killed",
@@ -196,6 +212,8 @@ CLOCK_READERS = {
     "agent.record": "stamps what it records",
     "agent.store": "names a damaged file that it moves aside",
     "drills.schedule": "the timetable; its decisions are told the time",
+    "drills.faults.pod_kill": "how long a pod ought to be gone",
+    "drills.pod_watch": "stamps what it sees while a drill runs",
     "drills.watch": "stamps what it sees while a drill runs",
 }
 CLOCK_CALLS = frozenset(

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -697,6 +697,25 @@ def test_nvml_that_is_off_cannot_be_released(life: Life) -> None:
 
     assert agent.release_nvml(5.0) == {"released": False, "why": "NVML is off or not there"}
     assert agent.reopen_nvml() == {"reopened": False, "why": "NVML is off or not there"}
+
+
+def test_a_drill_s_line_is_told_to_the_reader_of_the_kernel_s_log(life: Life) -> None:
+    """Where nobody reads that log, the drill hears it before it writes."""
+    class Log(Scripted):
+        told: ClassVar[list[tuple[str, float]]] = []
+
+        def expect(self, line: str, for_s: float) -> None:
+            self.told.append((line, for_s))
+
+    agent = life.start(Log("kernel_log", hot))
+
+    assert agent.expect_kernel_line("NVRM: Xid", 10.0) == {"expected": True, "why": None}
+    assert Log.told == [("NVRM: Xid", 10.0)]
+
+
+def test_no_line_is_expected_where_no_log_is_read(life: Life) -> None:
+    """kernel_log: off."""
+    assert life.start().expect_kernel_line("NVRM: Xid", 10.0)["expected"] is False
 
 
 def test_the_agent_is_asked_over_its_socket(life: Life) -> None:

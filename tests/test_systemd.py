@@ -17,14 +17,20 @@ FOLDER = Path(__file__).resolve().parents[1] / "deploy" / "systemd"
 UNIT = (FOLDER / "tocsin.service").read_text()
 DRILLD = (FOLDER / "tocsin-drilld.service").read_text()
 EXPOSURE_LIMIT = 2.5
-# Of the drill daemon: as it stands, with the enabled drills, and where one works in another network namespace.
-DRILLD_LIMIT, DROP_IN_LIMIT, ELSEWHERE_LIMIT = 2.0, 3.0, 3.7
+# Of the drill daemon: as it stands, with the enabled drills, where one works in another network namespace, as root.
+DRILLD_LIMIT, DROP_IN_LIMIT, ELSEWHERE_LIMIT, ROOT_LIMIT = 2.0, 3.0, 3.7, 3.7
 HERE = {
     "process-kill": Drill("d", "process-kill", target={"engine": "a", "port": 8000}),
     "engine-hang": Drill("d", "engine-hang", target={"engine": "a", "port": 8000}),
     "packet-loss": Drill("d", "packet-loss", target={"engine": "a", "port": 8000}),
     "upstream-timeout": Drill("d", "upstream-timeout", target={"engine": "a", "port": 8000, "address": "127.0.0.1"}),
     "disk-full": Drill("d", "disk-full", target={"path": "/srv/spool"}, params={"path": "/srv/spool"}),
+    "pod-kill": Drill("d", "pod-kill", target={"namespace": "llm", "selector": "app=vllm"}),
+}
+AS_ROOT = {
+    "gpu-reset": Drill("d", "gpu-reset", target={"gpu": "GPU-1"}, params={"mode": "reset"}),
+    "gpu-reset synthetic": Drill("d", "gpu-reset", target={"gpu": "GPU-1"}),
+    "slow-rank": Drill("d", "slow-rank", target={"engine": "a", "gpus": [0, 1]}),
 }
 ELSEWHERE = Drill("d", "packet-loss", target={"engine": "a", "port": 8000, "netns": 4242})
 
@@ -130,8 +136,9 @@ def test_drilld_without_a_drill_has_no_capability(tmp_path: Path) -> None:
         (list(HERE.values()), DROP_IN_LIMIT),
         ([ELSEWHERE], ELSEWHERE_LIMIT),
         ([*HERE.values(), ELSEWHERE], ELSEWHERE_LIMIT),
+        *(([drill], ROOT_LIMIT) for drill in AS_ROOT.values()),
     ],
-    ids=[*HERE, "all", "elsewhere", "all-and-elsewhere"],
+    ids=[*HERE, "all", "elsewhere", "all-and-elsewhere", *AS_ROOT],
 )
 def test_drop_ins_open_little(tmp_path: Path, drills: list[Drill], limit: float) -> None:
     """One drill was enabled, and the daemon got root: each drop-in is understood as a whole, and opens little."""
@@ -143,7 +150,17 @@ def test_drop_ins_open_little(tmp_path: Path, drills: list[Drill], limit: float)
 
 def test_every_fault_has_its_drop_in() -> None:
     """A fault was added, and its drill refused for want of a capability that nobody had written down."""
-    assert sorted(HERE) == sorted(FAULTS)
+    assert sorted({*HERE, *(drill.fault for drill in AS_ROOT.values())}) == sorted(FAULTS)
+
+
+def test_a_drop_in_of_root_leaves_the_agent_its_state(tmp_path: Path) -> None:
+    """systemd gave /var/lib/tocsin to root, whose drilld had StateDirectory= as well, and the agent could not start."""
+    faults = drop_in(AS_ROOT.values())
+    assert settings("User", faults) == ["root"]
+    assert settings("StateDirectory", faults) == settings("RuntimeDirectory", faults) == [""]
+    assert "StateDirectory=tocsin" in DRILLD
+    assert settings("ReadWritePaths", faults) == ["-/var/lib/tocsin -/run/tocsin", "/run/systemd/system"]
+    assert "User" not in drop_in(HERE.values())
 
 
 def test_what_a_dead_drilld_left_is_undone() -> None:

@@ -115,6 +115,10 @@ class FakeView:
     def end_announcement(self, run: str) -> None:
         self.told.append(("end", run))
 
+    def expect_kernel_line(self, line: str, for_s: float) -> dict[str, Any]:
+        self.told.append(("kernel line", line, for_s))
+        return {"expected": True, "why": None}
+
     def tell(self, signal: str, subject: str, text: str | None) -> None:
         self.told.append(("tell", signal, subject, text))
 
@@ -259,6 +263,28 @@ def test_what_drilld_says_wrongly_is_refused_by_name(unix: Server, url: str, bod
     with pytest.raises(client.AgentError, match=said) as error:
         client.ask(Path(unix.address), url, "POST", body)
     assert error.value.status == 400
+
+
+def test_a_line_of_the_kernel_s_log_is_announced_by_root_alone(view: FakeView, unix: Server, tcp: Server) -> None:
+    """Whoever may use the socket could have made a forged Xid line the driver's own."""
+    mine = client.expect_kernel_line if os.geteuid() == 0 else None
+    line = "NVRM: Xid (PCI:0000:1a:00): 43, drill x mark 0a1b"
+    if mine is not None:
+        assert mine(Path(unix.address), line, 10.0) == {"expected": True, "why": None}
+        assert view.told == [("kernel line", line, 10.0)]
+        for wrong in ({"line": line}, {"line": f"{line}\nNVRM: Xid: 79", "for_s": 5}, {"line": line, "for_s": 60}):
+            with pytest.raises(client.AgentError) as error:
+                client.ask(Path(unix.address), "/drills/kernel-line", "POST", wrong)
+            assert error.value.status == 400
+    view.told.clear()
+    said: list[str] = []
+    app = make_app(view, CATALOGUE, lambda: NOW, routes=PRIVATE)
+    for uid in ({"tocsin.peer_uid": 1000}, {}):
+        environ = {"REQUEST_METHOD": "POST", "PATH_INFO": "/drills/kernel-line", **uid}
+        assert b"only root" in b"".join(app(environ, lambda status, _: said.append(status)))  # type: ignore[arg-type]
+    assert said == ["403 Forbidden"] * 2
+    assert fetch(tcp, "/drills/kernel-line", "POST")[0] == 404
+    assert view.told == []
 
 
 def test_the_socket_gets_everything(view: FakeView, unix: Server) -> None:

@@ -82,6 +82,9 @@ class View(Protocol):
     def end_announcement(self, run: str) -> None:
         """The drill is over."""
 
+    def expect_kernel_line(self, line: str, for_s: float) -> dict[str, Any]:
+        """Root is about to write exactly this line into the kernel's log, once: {"expected": is it read?, "why"}."""
+
     def tell(self, signal: str, subject: str, text: str | None) -> None:
         """What drilld says of a run (drill_orphaned) or a drill (drill_overdue); None: it is no longer so."""
 
@@ -117,6 +120,7 @@ class Request:
     metrics: Callable[[str], tuple[bytes, str]]
     body: Callable[[], Any]  # the JSON that was sent; raises BadRequest
     rest: str = ""  # of the path, after a route that ends with a slash
+    uid: int | None = None  # of the asking process, as the kernel tells it; None: over the network
 
 
 class BadRequest(Exception):  # noqa: N818  (named as HTTP names it)
@@ -127,6 +131,9 @@ Handler = Callable[[Request], Reply]
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
 OK = "200 OK"
+PEER_UID = "tocsin.peer_uid"  # in the environ of a request over the unix socket, as agent.web.server writes it
+MAX_KERNEL_LINE = 900  # the kernel cuts a record at 1 KiB
+EXPECTED_AT_MOST_S = 10.0
 
 
 def _jsonable(thing: object) -> object:
@@ -271,6 +278,20 @@ def _end_announcement(request: Request) -> Reply:
     return _json({"ok": True})
 
 
+def _expect_kernel_line(request: Request) -> Reply:
+    """Only root's word counts: an Xid line that anybody else could announce would page for everybody."""
+    if request.uid != 0:
+        return _text("403 Forbidden", "only root may announce a line of the kernel's log")
+    told = request.body()
+    try:
+        line, for_s = str(told["line"]), float(told["for_s"])
+    except (TypeError, KeyError, ValueError):
+        raise BadRequest('send {"line": the exact text, "for_s": seconds}') from None
+    if not line.isprintable() or not 0 < len(line) <= MAX_KERNEL_LINE or not 0 < for_s <= EXPECTED_AT_MOST_S:
+        raise BadRequest(f"a line of 1 to {MAX_KERNEL_LINE} characters, for at most {EXPECTED_AT_MOST_S:g} s")
+    return _json(request.view.expect_kernel_line(line, for_s))
+
+
 def _tell(request: Request) -> Reply:
     told = request.body()
     signals = ("drill_orphaned", "drill_overdue")
@@ -304,6 +325,7 @@ PRIVATE: Routes = {
     "/user": {"POST": _user},
     "/drills/announce": {"POST": _announce},
     "/drills/end": {"POST": _end_announcement},
+    "/drills/kernel-line": {"POST": _expect_kernel_line},
     "/drills/tell": {"POST": _tell},
 }
 # Nothing of ours runs scripts, is framed, cached or read by another site's page.
@@ -416,7 +438,8 @@ def make_app(
             path = str(environ["PATH_INFO"])
             route = _route(path, routes) or path
             rest = path.removeprefix(route).encode("latin-1", "replace").decode("utf-8", "replace")  # as WSGI has it
-            request = Request(view, clock(), query, accept, metrics, lambda: _sent(environ), rest)
+            uid = environ.get(PEER_UID)
+            request = Request(view, clock(), query, accept, metrics, lambda: _sent(environ), rest, uid)
             reply, extra = _handle(request, routes[route], method)
         status, content_type, body = reply
         headers = [("Content-Type", content_type), ("Content-Length", str(len(body))), *SECURITY_HEADERS, *extra]

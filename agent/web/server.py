@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,12 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from waitress import wasyncore
+from waitress.channel import HTTPChannel
 from waitress.server import create_server
+from waitress.task import WSGITask
 
 if TYPE_CHECKING:
     from wsgiref.types import WSGIApplication
 
 SOCKET_MODE = 0o660
+PEER_UID = "tocsin.peer_uid"  # who asks over the unix socket, in the environ of his request
+_PEER_CRED = struct.Struct("3i")  # pid, uid, gid: SO_PEERCRED
 MAX_SOCKET_PATH = 107  # bytes, of Linux
 WORKERS = 2
 STOP_WITHIN_S = 1.0
@@ -37,6 +42,22 @@ class CannotServe(Exception):  # noqa: N818  (it says what happened)
     """An address or socket cannot be had; the text says why and what to do."""
 
 
+class _Task(WSGITask):  # type: ignore[misc]
+    """A request over the unix socket: with it goes who asks, as the kernel tells it."""
+
+    def get_environment(self) -> dict[str, Any]:
+        """WSGI's environ."""
+        environ: dict[str, Any] = super().get_environment()
+        told = self.channel.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CRED.size)
+        return {**environ, PEER_UID: _PEER_CRED.unpack(told)[1]}
+
+
+class _Channel(HTTPChannel):  # type: ignore[misc]
+    """A connection over the unix socket."""
+
+    task_class = _Task
+
+
 class Server:
     """A running server: `address` is what to connect to ("127.0.0.1:9959", or the socket's path)."""
 
@@ -47,6 +68,8 @@ class Server:
         # It warns of every request that waits a millisecond for one of two threads.
         logging.getLogger("waitress.queue").setLevel(logging.ERROR)
         self._server: Any = create_server(app, map=self._map, sockets=[sock], threads=WORKERS, **LIMITS)
+        if sock.family == socket.AF_UNIX:
+            self._server.channel_class = _Channel
         self._thread = threading.Thread(target=self._server.run, name=f"web {address}", daemon=True)
         self._thread.start()
 

@@ -226,6 +226,7 @@ class Server(ThreadingHTTPServer):
 def main(argv: Sequence[str] | None = None) -> None:
     """Be a page, or its worker."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--host", default="", help="the address to listen on; all of them")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--name", default="a")
     parser.add_argument("--first", type=float, default=0.02, help="seconds until the first token")
@@ -241,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> None:
            "--pace", str(args.pace), "--service", str(args.service)]  # fmt: skip
     worker = subprocess.Popen(own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=-1)
     Handler.engine = Engine(args.name, worker, Metrics("tiny", args.preempted))
-    with Server(("", args.port), Handler) as server:
+    with Server((args.host, args.port), Handler) as server:
         print(server.server_address[1], flush=True)
         server.serve_forever()
 

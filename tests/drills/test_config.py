@@ -128,6 +128,11 @@ def test_what_is_left_out_has_the_defaults_of_the_nouns(tmp_path: Path) -> None:
             {"path": "/var/log", "state_dir": "/var/lib/tocsin"},
         ),
         (f"fault: engine-hang, target: {{engine: llama, part: all}}, {LOAD}", {}, {"part": "all"}),
+        (
+            f"fault: pod-kill, target: {{namespace: llm, selector: app=vllm}}, {LOAD}, params: {{mode: evict}}",
+            {"mode": "evict"},
+            {"namespace": "llm", "selector": "app=vllm"},
+        ),
     ],
 )
 def test_each_fault_gets_its_own_numbers(text: str, params: object, target: dict[str, object], tmp_path: Path) -> None:
@@ -141,9 +146,18 @@ def test_each_fault_gets_its_own_numbers(text: str, params: object, target: dict
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("fault: pod-kill, target: {selector: app=vllm}", "fault: pod-kill is not in this version"),
-        ("fault: gpu-reset, target: {gpu: GPU-1}", "gpu-reset is not in this version; it has process-kill"),
-        ("fault: slow-rank, target: {engine: llama}", "slow-rank is not in this version"),
+        ("fault: pod-kill, target: {selector: app=vllm}", "pod-kill names no namespace; add namespace: NAME"),
+        (f"fault: pod-kill, target: {{namespace: llm, selector: app=vllm}}, {LOAD}, params: {{mode: turn}}",
+         "pod-kill has no mode turn; write delete or evict"),
+        ("fault: process-kill, target: {engine: llama, namespace: llm}", "process-kill has no namespace; remove it"),
+        ("fault: gpu-reset, target: {gpu: GPU-1}, params: {mode: reset}", "which engine does it hit?"),
+        ("fault: gpu-reset, target: {gpu: GPU-1}", "no rule that is on sees a line of an Xid"),
+        ("fault: gpu-reset, target: {engine: llama}, expects: [engine-down]", "name target.gpu by its UUID"),
+        ("fault: gpu-reset, target: {gpu: GPU-1}, params: {mode: hang}", "has no mode hang; write synthetic or reset"),
+        ("fault: gpu-reset, target: {engine: llama, part: core}, params: {mode: reset}", "gpu-reset has no parts"),
+        ("fault: upstream-timeout, target: {port: 8000}, params: {mode: reset}", "upstream-timeout has no mode reset"),
+        ("fault: slow-rank, target: {gpu: GPU-1}", "slow-rank has no target gpu; write one of engine"),
+        ("fault: slow-rank, target: {engine: llama}, params: {mode: reset}", "slow-rank takes no mode; remove it"),
         ("fault: disk-full, target: {port: 8000}", "disk-full has no target port; write one of path"),
         ("fault: disk-full, target: {path: /x, part: all}", "target.part: disk-full has no parts"),
         (f"fault: process-kill, target: {{port: 8000}}, {LOAD}, params: {{share: 10%}}", "takes no share; remove it"),
@@ -156,6 +170,19 @@ def test_each_fault_gets_its_own_numbers(text: str, params: object, target: dict
 def test_what_does_not_belong_together(text: str, said: str, tmp_path: Path) -> None:
     """A number that the fault does not take was read by nobody, and the drill passed."""
     assert said in faults(text, tmp_path)
+
+
+def test_a_drill_on_a_gpu_of_an_engine(tmp_path: Path) -> None:
+    """The GPU by its UUID, of the engine that has it; the engine's GPUs in the order of its ranks."""
+    text = "fault: gpu-reset, target: {engine: llama, gpu: GPU-1}, params: {mode: reset}"
+    found = drill(text, tmp_path)
+    assert found.params == {"mode": "reset"}
+    expected = {"gpu": "GPU-1", "engine": "llama", "url": "http://127.0.0.1:8000", "gpus": []}
+    assert expected.items() <= found.target.items()
+    assert found.target["socket"] == "/run/tocsin/tocsin.sock"
+    assert found.target["other_watchers_ok"] == []
+    slow = drill("fault: slow-rank, target: {engine: llama, part: 'rank:1'}, params: {share: 60%}", tmp_path)
+    assert (slow.params, slow.target["part"]) == ({"share": 0.6}, "rank:1")
 
 
 def test_c083_a_day_that_no_month_has_is_a_configuration_error(tmp_path: Path) -> None:
@@ -245,7 +272,7 @@ def test_every_fault_of_every_drill_at_once(tmp_path: Path) -> None:
     """Two faulty drills: one look mends both."""
     text = (
         'drills:\n  - {name: a, fault: disk-full, target: {path: /x}, schedule: {cron: "0 0 30 2 *"}}\n'
-        "  - {name: b, fault: pod-kill, target: {selector: app=vllm}}\n"
+        "  - {name: b, fault: disk-full, target: {path: /x}, expects: [engine-donw]}\n"
     )
 
     with pytest.raises(ConfigErrors) as caught:
@@ -253,7 +280,7 @@ def test_every_fault_of_every_drill_at_once(tmp_path: Path) -> None:
 
     assert [(fault.line, fault.key) for fault in caught.value.faults] == [
         (3, "drills[0].schedule.cron"),
-        (4, "drills[1].fault"),
+        (4, "drills[1].expects[0]"),
     ]
 
 

@@ -99,6 +99,42 @@ def test_it_outlives_a_polite_end(tmp_path: Path, file: Path, started: list[Hold
     assert not file.exists()
 
 
+def boot_s() -> float:
+    """Seconds since the boot, as the lease counts."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def test_the_fleet_s_lease_ends(tmp_path: Path, file: Path, started: list[Holder]) -> None:
+    """The runner was stopped (SIGSTOP) past its lease, another node's drill began, and this fault was still in."""
+    held, _, _ = armed(tmp_path, started, 60.0)
+    held.lease(boot_s() + 60.0)
+    held.inject(5.0)
+    held.lease(boot_s() + 1.5)  # and from here on the runner says nothing
+    wait_for(lambda: not file.exists())
+    wait_for(lambda: not held.alive)
+    assert held.events()[-1]["event"] == "undone"
+
+
+def test_a_lease_that_is_renewed(tmp_path: Path, file: Path, started: list[Holder]) -> None:
+    """Renewed in time, it goes on."""
+    held, _, _ = armed(tmp_path, started, 60.0)
+    held.lease(boot_s() + 1.5)
+    held.inject(5.0)
+    held.lease(boot_s() + 60.0)
+    wait_for(lambda: len(held.samples) >= 3)
+    assert file.exists()
+    assert held.revert(5.0) == []
+
+
+def test_nothing_is_put_in_without_a_good_lease(tmp_path: Path, file: Path, started: list[Holder]) -> None:
+    """The host slept between the last renewal and the injection."""
+    held, _, _ = armed(tmp_path, started)
+    held.lease(boot_s() - 1.0)
+    with pytest.raises(HolderError):
+        held.inject(5.0)
+    assert not file.exists()
+
+
 def test_time_is_up(tmp_path: Path, file: Path, started: list[Holder]) -> None:
     """The runner hangs in a call that never returns: the fault must not last for ever."""
     held, _, _ = armed(tmp_path, started, 1.0)

@@ -275,6 +275,28 @@ def test_restart(story: str, change: Mapping[str, Any], bad: Mapping[str, Verdic
     assert {name: row.verdict for name, row in rows.items() if row.verdict is not PASS} == bad, story
 
 
+def test_the_hardware_is_as_before() -> None:
+    """The engine was back and answered, on a GPU whose next reset was due: the drill had passed."""
+    assert "as_before" not in rows_of(GOOD)
+    assert rows_of(replace(GOOD, not_as_before=[]))["as_before"].verdict is PASS
+    row = rows_of(replace(GOOD, not_as_before=["the driver asks for: GPU Reset"]))["as_before"]
+    assert (row.verdict, row.got) == (FAIL, "the driver asks for: GPU Reset")
+
+
+@pytest.mark.parametrize(
+    ("fired", "want"), [(("rank-clock-spread",), PASS), (("itl-p99", "rank-spread"), FAIL), ((), FAIL)]
+)
+def test_a_slow_rank_must_be_named(fired: Sequence[str], want: Verdict) -> None:
+    """Each of its alerts may be blind; that all are is what the drill is for."""
+    rules = ("rank-spread", "rank-straggler", "rank-clock-spread", "itl-p99")
+    alarms = [Alarm(rule, 120.0, True, None, T + 130 if rule in fired else None, None, None) for rule in rules]
+    drill = replace(GOOD.drill, fault="slow-rank", expects=())
+    rows = rows_of(replace(GOOD, drill=drill, alarms=alarms))
+    assert rows["rank_named"].verdict is want
+    assert rows["alarm.rank-straggler.fired"].verdict is UNKNOWN  # it may fire, and need not
+    assert "rank_named" not in rows_of(replace(GOOD, drill=replace(drill, expects=("itl-p99",)), alarms=alarms))
+
+
 def counts(ratio: Callable[[float], float]) -> Counts:
     """5 requests a second, each so often tried."""
     attempts, rows = 0.0, []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from drills.model import Drill
+from drills.model import Drill, Left, Verdict
 from drills.runner import Ended, Run
 
 
@@ -19,7 +20,7 @@ def run(**known: Any) -> Run:
     made.wake = threading.Event()
     made.wake.set()
     made.clock, made.spans, made.stop_why, made.unexpected = (lambda: 7.0), {"fault": [1.0, 6.0]}, "", []
-    made.plan, made.drill = None, Drill("d", "process-kill", expects=("engine-down",))
+    made.plan, made.drill, made.lease = None, Drill("d", "process-kill", expects=("engine-down",)), None
     known.setdefault("elsewhere", SimpleNamespace(pages=list))
     for name, value in known.items():
         setattr(made, name, value)
@@ -71,3 +72,40 @@ def test_an_abort_tells_the_holder_itself() -> None:
     assert told == ["revert"]
     with pytest.raises(Ended, match="by root"):
         aborted.breathe("fault")
+
+
+def test_a_lease_that_is_good_no_more_ends_the_run() -> None:
+    """This node slept for a minute, another one had begun a drill, and this one went on."""
+    stale = SimpleNamespace(fresh=lambda: False, lost="the lease is not ours any more: run x of node y holds it")
+    with pytest.raises(Ended, match="run x of node y holds it") as ended:
+        run(agent=SimpleNamespace(pages=list), lease=stale).breathe("fault")
+    assert not ended.value.early
+
+
+def test_a_lost_lease_tells_the_holder_at_once() -> None:
+    """The lease's thread knows it first: the fault does not wait for the runner's next second."""
+    told: list[str] = []
+    holder = SimpleNamespace(revert_now=lambda: told.append("revert"), lease=lambda at: told.append(f"until {at:g}"))
+    seen = run(holder=holder)
+    seen.lease_renewed(70.0)
+    seen.lease_lost("it is another's")
+    assert told == ["until 70", "revert"]
+    with pytest.raises(Ended, match="it is another's"):
+        seen.breathe("fault")
+
+
+@pytest.mark.parametrize(("left", "told"), [([], ["release d PASS"]), ([Left("x", "rm x")], ["end"])])
+def test_what_is_left_keeps_the_lease(left: list[Left], told: list[str]) -> None:
+    """ORPHANED: the next node's drill waits until this node has healed."""
+    said: list[str] = []
+    held = SimpleNamespace(release=lambda drill, verdict: said.append(f"release {drill} {verdict}"),
+                           end=lambda: said.append("end"))
+    run(lease=held, left=left).give_lease_back(Verdict.PASS)
+    assert said == told
+
+
+def test_a_nap_ends_when_the_run_is_to_stop() -> None:
+    """Its turn would come in twenty minutes; `tocsin drill abort` waited for it."""
+    start = time.monotonic()
+    run(stop_why="by root").nap(1200.0)
+    assert time.monotonic() - start < 60.0

@@ -474,6 +474,21 @@ API int nvmlDeviceGetPowerManagementLimit(Device *device, unsigned *out) {
     return one_u32("nvmlDeviceGetPowerManagementLimit", device, "power_limit_w", 1000, out);
 }
 
+API int nvmlDeviceGetPowerManagementLimitConstraints(Device *device, unsigned *least, unsigned *most) {
+    if (most == NULL) return INVALID_ARGUMENT;
+    int code = one_u32("nvmlDeviceGetPowerManagementLimitConstraints", device, "power_least_w", 1000, least);
+    if (code == SUCCESS) code = one_u32("nvmlDeviceGetPowerManagementLimitConstraints", device, "power_most_w", 1000, most);
+    return code;
+}
+
+API int nvmlDeviceGetMinorNumber(Device *device, unsigned *out) {
+    return one_u32("nvmlDeviceGetMinorNumber", device, "minor", 1, out);
+}
+
+API int nvmlDeviceGetPersistenceMode(Device *device, unsigned *out) {
+    return one_u32("nvmlDeviceGetPersistenceMode", device, "persistence", 1, out);
+}
+
 static int one_u64(const char *function, Device *device, const char *key, uint64_t *out) {
     Call call;
     Number value;

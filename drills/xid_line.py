@@ -1,0 +1,135 @@
+"""One line of an Xid in the kernel's log, announced to the agent: the synthetic gpu-reset.
+
+It proves the way from the log to the alert with no risk to the hardware. The Xid asks for no reset, so that nobody's
+policy acts on it; other watchers of the log are refused all the same. An Xid line that anybody else writes is a forgery
+to the agent: this one carries a one-time mark, and the agent was told the exact line before.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agent import client
+from drills import proc
+from drills.gpu import Gpu
+from drills.model import Command, Drill, Plan, Refused
+
+KMSG = Path("/dev/kmsg")
+XID = 43  # a channel was stopped by the application: nobody's policy drains a node for it
+ANNOUNCED_FOR_S = 10.0
+NEEDS = ("root",)  # the agent believes root alone
+# Who else acts on an Xid line, and would drain the node for ours.
+WATCHERS: Mapping[str, str] = {
+    "dcgm-health-monitor": "NVSentinel", "fault-quarantine": "NVSentinel", "gpu-health-monitor": "NVSentinel",
+    "gpud": "gpud", "healthagent": "healthagent", "node-problem-detector": "node-problem-detector",
+    "nvsentinel": "NVSentinel", "sichek": "sichek", "syslog-health-monitor": "NVSentinel",
+}  # fmt: skip
+
+
+def plan(drill: Drill, run: str, one: Gpu) -> Plan:
+    """The line, before it is written. Raises Refused."""
+    if not one.bdf:
+        raise Refused(f"{one.uuid}: NVML does not tell its PCI address, which is what the kernel's line names")
+    _refuse_watchers(frozenset(drill.target.get("other_watchers_ok") or ()))
+    if not os.access(KMSG, os.W_OK):
+        raise Refused(f"{KMSG} cannot be written: this needs root, and in a container the device; `tocsin drill unit`")
+    mark = secrets.token_hex(8)
+    line = f"NVRM: Xid (PCI:{_kernel_bdf(one.bdf)}): {XID}, pid={os.getpid()}, name=tocsin, drill {run} mark {mark}"
+    facts = {"mode": "synthetic", "uuid": one.uuid, "line": line, "mark": mark, "kmsg": str(KMSG),
+             "socket": str(drill.target.get("socket", ""))}
+    return Plan(
+        fault=drill.fault,
+        run=run,
+        targets=[f"the kernel log: a line about {one.uuid} ({one.bdf})"],
+        commands=[Command(f"echo '{line}' > {KMSG}", f"announced to the agent for {ANNOUNCED_FOR_S:g} s, once")],
+        undo=[],
+        facts=facts,
+        notes=[
+            "nothing is done to the GPU: this proves the way from the kernel's log to the alert, not a restart",
+            "a line in the kernel's log cannot be taken back; it carries the drill's name",
+        ],
+        needs=NEEDS,
+        expects=tuple(drill.expects),
+        blast={"replicas": 0},
+    )
+
+
+def _kernel_bdf(bdf: str) -> str:
+    """As the driver writes it: 0000:1a:00, of 00000000:1A:00.0."""
+    domain, _, rest = bdf.lower().partition(":")
+    return f"{domain[-4:]}:{rest.partition('.')[0]}"
+
+
+def _refuse_watchers(allowed: frozenset[str]) -> None:
+    """Raise Refused beside what else would act on the line."""
+    found: dict[str, int] = {}
+    for pid, seen in proc.processes().items():
+        words = proc.command_line(pid)
+        names = {seen.comm, *(Path(word).name for word in words[:2])}
+        found |= {name: pid for name in names & WATCHERS.keys() if not {name, WATCHERS[name]} & allowed}
+    if found:
+        named = ", ".join(f"{name} (pid {pid})" for name, pid in sorted(found.items()))
+        raise Refused(f"{named} would act on the line: stop it, or list it in drill_guards.other_watchers_ok")
+
+
+def proven(plan: Plan, samples: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
+    """The kernel's log has the line."""
+    found = any(sample.get("logged") for sample in samples)
+    return found, f"the line is {'in' if found else 'not in'} the kernel's log: {plan.facts['line']}"
+
+
+class Written:
+    """A line that was written. Nothing holds it, and nothing ends it."""
+
+    def __init__(self, plan: Plan, log: int) -> None:
+        self._plan, self._log = plan, log
+        self._logged = False
+
+    def sample(self) -> Mapping[str, Any]:
+        """Whether the kernel's log has it."""
+        while not self._logged and self._log >= 0:
+            try:
+                record = os.read(self._log, 8192)
+            except BlockingIOError:
+                break
+            except OSError:  # EPIPE: what was next has been overwritten; the next read goes on
+                continue
+            if not record:
+                break
+            self._logged = str(self._plan.facts["mark"]).encode() in record
+        return {"logged": self._logged}
+
+    def undo(self) -> None:
+        """Close the log; may be called twice."""
+        if self._log >= 0:
+            os.close(self._log)
+            self._log = -1
+
+
+def write(plan: Plan) -> Written:
+    """Announce the line, then write it. Raises Refused, OSError."""
+    line = str(plan.facts["line"])
+    log = os.open(plan.facts["kmsg"], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        os.lseek(log, 0, os.SEEK_END)
+        _announce(Path(plan.facts["socket"]), line)
+        with open(plan.facts["kmsg"], "wb", buffering=0) as kmsg:  # noqa: PTH123  (one write is one record)
+            kmsg.write(f"<4>{line}\n".encode())
+    except BaseException:
+        os.close(log)
+        raise
+    return Written(plan, log)
+
+
+def _announce(path: Path, line: str) -> None:
+    """Tell the agent, which believes root alone. Raises Refused."""
+    try:
+        told = client.expect_kernel_line(path, line, ANNOUNCED_FOR_S)
+    except (client.NotRunning, client.AgentError) as error:
+        raise Refused(f"the agent cannot be told of the line, and would call it a forgery: {error}") from None
+    if not told["expected"]:
+        raise Refused(f"the agent would not see the line: {told['why']}")

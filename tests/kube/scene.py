@@ -1,0 +1,132 @@
+"""What the tests of this folder put into the API: a namespace, nodes, pods as a kubelet would report them, budgets."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from drills.cluster import MERGE, OPT_IN, Cluster, ClusterError, Object, path_of, pods_path
+from tests.kube.stand_in import StandIn
+
+LABELS = {"app": "vllm"}
+SELECTOR = "app=vllm"
+
+
+def kubeconfig(folder: Path, namespace: str, *, url: str = "", like: Path | None = None) -> str:
+    """A kubeconfig file for an address, or like another one, with this namespace; its path."""
+    if like is not None:
+        told = yaml.safe_load(like.read_text())
+        name = told["current-context"]
+        for context in told["contexts"]:
+            if context["name"] == name:
+                context["context"]["namespace"] = namespace
+    else:
+        told = {"apiVersion": "v1", "kind": "Config", "current-context": "test",
+                "clusters": [{"name": "test", "cluster": {"server": url}}],
+                "users": [{"name": "test", "user": {"token": "of-a-test"}}],
+                "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": namespace}}]}
+    file = folder / "kubeconfig" if like is None else like.with_name(f".{like.name}.{namespace}")
+    file.write_text(json.dumps(told))  # beside the other one: its certificates may be named by relative paths
+    return str(file)
+
+
+@dataclass
+class Api:
+    """The API, and a namespace of the test's own. `stand_in` None: a real API server."""
+
+    cluster: Cluster
+    namespace: str
+    stand_in: StandIn | None
+    nodes: list[str] = field(default_factory=list)
+
+    def make_namespace(self, name: str | None = None, *, opted_in: bool = True) -> str:
+        """A namespace, and the account without which a real server takes no pod into it."""
+        name = name or self.namespace
+        labels = {OPT_IN: "true"} if opted_in else {}
+        self.post("", "namespaces", {"metadata": {"name": name, "labels": labels}}, "Namespace", namespace=None)
+        with suppress(ClusterError):  # its controller was faster
+            self.post("", "serviceaccounts", {"metadata": {"name": "default"}}, "ServiceAccount", namespace=name)
+        return name
+
+    def clear(self) -> None:
+        """Take away what a real server would keep: no controller empties a namespace there."""
+        for pod in self.cluster.pods(self.namespace):
+            self.gone(pod)
+        for name in self.nodes:
+            self.cluster.ask("DELETE", path_of("", "v1", "nodes", None, name))
+        with suppress(ClusterError):
+            self.cluster.ask("DELETE", path_of("", "v1", "namespaces", None, self.namespace))
+
+    def post(self, group: str, plural: str, body: Mapping[str, Any], kind: str, namespace: str | None = "") -> Object:
+        """Make an object in the test's namespace, in another one, or (None) in none."""
+        where = self.namespace if namespace == "" else namespace
+        whole = {"apiVersion": f"{group}/v1" if group else "v1", "kind": kind, **body}
+        return self.cluster.ask("POST", path_of(group, "v1", plural, where), body=whole)
+
+    def node(self, name: str = "", *, ready: bool = True, opted_in: bool = True) -> str:
+        """A node."""
+        name = name or f"n-{uuid.uuid4().hex[:6]}"
+        labels = {OPT_IN: "true"} if opted_in else {}
+        self.post("", "nodes", {"metadata": {"name": name, "labels": labels}, "spec": {}}, "Node", namespace=None)
+        self.nodes.append(name)
+        self.be_ready("nodes", None, name, ready)
+        return name
+
+    def be_ready(self, plural: str, namespace: str | None, name: str, ready: bool = True, **status: Any) -> None:
+        """The status that a kubelet would write."""
+        condition = {"type": "Ready", "status": "True" if ready else "False"}
+        if plural == "nodes":
+            condition |= {"reason": "test", "message": "", "lastHeartbeatTime": "2026-11-29T12:00:00Z",
+                          "lastTransitionTime": "2026-11-29T12:00:00Z"}
+        body = {"status": {"conditions": [condition], **status}}
+        self.cluster.ask("PATCH", f"{path_of('', 'v1', plural, namespace, name)}/status", body=body, headers=MERGE)
+
+    def pod(self, name: str = "", *, ready: bool = True, node: str = "n1", owned: bool = True, namespace: str = "",
+            labels: Mapping[str, str] = LABELS, annotations: Mapping[str, str] | None = None, grace_s: int = 30,
+            finalizers: list[str] | None = None, phase: str = "Running", ip: str = "127.0.0.1") -> Object:
+        """A pod of a ReplicaSet, as its kubelet reports it. `phase` Pending: nothing was reported yet."""
+        where = namespace or self.namespace
+        meta: dict[str, Any] = {"name": name or f"vllm-{uuid.uuid4().hex[:6]}", "labels": dict(labels),
+                                "annotations": dict(annotations or {})}
+        if owned:
+            meta["ownerReferences"] = [{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "vllm",
+                                        "uid": "0f0f0f0f-0000-4000-8000-000000000001", "controller": True}]
+        if finalizers:
+            meta["finalizers"] = finalizers
+        spec: dict[str, Any] = {
+            "terminationGracePeriodSeconds": grace_s, "automountServiceAccountToken": False,
+            "containers": [{"name": "engine", "image": "example.invalid/vllm", "ports": [{"containerPort": 8000}]}]}
+        if node:
+            spec["nodeName"] = node
+        made = self.post("", "pods", {"metadata": meta, "spec": spec}, "Pod", namespace=where)
+        if phase != "Pending":
+            self.be_ready("pods", where, meta["name"], ready, phase=phase, podIP=ip, podIPs=[{"ip": ip}])
+        return self.cluster.pod(where, meta["name"]) or made
+
+    def gone(self, pod: Object) -> None:
+        """What a kubelet says when the containers of a pod have ended."""
+        meta = pod["metadata"]
+        if meta.get("finalizers"):
+            with suppress(ClusterError):
+                self.cluster.ask("PATCH", pods_path(meta["namespace"], meta["name"]), headers=MERGE,
+                                 body={"metadata": {"finalizers": None}})
+        with suppress(ClusterError):
+            self.cluster.delete_pod(meta["namespace"], meta["name"], meta["uid"], grace_s=0)
+
+    def budget(self, name: str, allowed: int, *, needs: int = 2, has: int = 2, seen: bool = True) -> None:
+        """A disruption budget for LABELS, as its controller reports it. `seen` False: it has not looked yet."""
+        spec = {"minAvailable": needs, "selector": {"matchLabels": LABELS}}
+        made = self.post("policy", "poddisruptionbudgets", {"metadata": {"name": name}, "spec": spec},
+                         "PodDisruptionBudget")
+        if seen:
+            status = {"observedGeneration": made["metadata"].get("generation", 1), "disruptionsAllowed": allowed,
+                      "desiredHealthy": needs, "currentHealthy": has, "expectedPods": has}
+            self.cluster.ask("PATCH", f"{path_of('policy', 'v1', 'poddisruptionbudgets', self.namespace, name)}/status",
+                             body={"status": status}, headers=MERGE)
