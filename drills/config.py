@@ -17,7 +17,7 @@ from agent.config import ON_GPUS, TARGET_WAYS, Config, DrillConfig, DrillHolds, 
 from agent.model import Rule
 from agent.strict import ConfigErrors, Fault, Unfit, cut, did_you_mean
 from drills import cron
-from drills.model import Drill, Holds, Load, Schedule
+from drills.model import Drill, Holds, Load, Schedule, announces
 
 # What each fault takes under `target` (one of them) and under `params`.
 TARGETS: Mapping[str, Sequence[str]] = {
@@ -51,11 +51,6 @@ XID_RULES = ("xid-note",)  # what sees the kernel's line of a synthetic gpu-rese
 WITH_PARTS = frozenset({"process-kill", "engine-hang", "slow-rank"})
 # Faults between the user and the engine: the engine's own page begins behind them.
 OUTSIDE = frozenset({"packet-loss", "upstream-timeout"})
-ANNOUNCED: Mapping[str, Sequence[str]] = {
-    "process-kill": ("engine-down",), "engine-hang": ("engine-stuck",), "upstream-timeout": ("user-ttft-p99",),
-    "packet-loss": ("user-ttft-p99", "user-itl-p99"), "pod-kill": ("engine-stopped", "engine-down"),
-    "slow-rank": ("rank-spread", "rank-straggler", "rank-clock-spread", "itl-p99"),
-}  # fmt: skip
 DETECT_S = 30.0  # for a signal to be computed and a breach to be seen, besides two polls
 FEWEST_REQUESTS = 473  # k = 1 failed request of n still proves 1 %: Clopper-Pearson, one-sided 95 %
 JITTER_S = 300.0  # spread by the run's id; the window caps it
@@ -96,9 +91,7 @@ def _faults(config: Config, drill: DrillConfig, rules: Sequence[Rule]) -> Iterat
 
 def announced_by(drill: DrillConfig) -> Sequence[str]:
     """The rules that a fault announces where `expects` is not written."""
-    if drill.fault == "gpu-reset":
-        return ("engine-down",) if drill.params.mode == "reset" else XID_RULES
-    return ANNOUNCED.get(drill.fault, ())
+    return announces(drill.fault, drill.params.mode)
 
 
 def _form_faults(config: Config, drill: DrillConfig) -> Iterator[Fault]:
@@ -148,14 +141,18 @@ def _schedule_faults(config: Config, drill: DrillConfig) -> Iterator[Fault]:
         yield places.fault(f"{drill.at}.schedule.window", message, "move one of them into the other")
 
 
+def own_time_s(rule: Rule) -> float:
+    """How long a breach must last until a rule fires: its `for`, and what its signal waits for by itself."""
+    return rule.for_s + (float(rule.params.get("flat", 0.0)) if rule.signal == "engine_stuck" else 0.0)
+
+
 def _length_faults(config: Config, drill: DrillConfig, announced: Sequence[Rule]) -> Iterator[Fault]:
     """A fault too short for its alarm, or for a judgement of 1 %."""
     places = config.rules.places
     for rule in announced:
-        flat_s = float(rule.params.get("flat", 0.0)) if rule.signal == "engine_stuck" else 0.0
-        needed_s = math.ceil(rule.for_s + flat_s + 2 * config.poll + DETECT_S)
+        needed_s = math.ceil(own_time_s(rule) + 2 * config.poll + DETECT_S)
         if drill.for_ < needed_s:
-            message = f"{drill.for_:g} s are too short for {rule.id} to fire (its own {rule.for_s + flat_s:g} s"
+            message = f"{drill.for_:g} s are too short for {rule.id} to fire (its own {own_time_s(rule):g} s"
             message += f" + 2 polls + {DETECT_S:g} s)"
             yield places.fault(f"{drill.at}.for", message, f"write for: {needed_s}s or more")
     if drill.load is None or drill.load.rate * drill.for_ >= FEWEST_REQUESTS:
@@ -191,7 +188,7 @@ def why_unseen(config: Config, drill: DrillConfig, announced: Sequence[Rule]) ->
                 f"{', '.join(blind)} cannot see {drill.fault}: the engine measures it itself, behind the fault",
                 "expect user-ttft-p99, user-itl-p99 or user-error-rate",
             )
-        return None
+        return _why_unseen_by_users(config, drill, announced)
     if drill.fault == "gpu-reset":
         return _why_reset_unseen(config, drill, announced)
     if drill.fault == "pod-kill" and drill.load is None and not config.engines:
@@ -204,6 +201,19 @@ def why_unseen(config: Config, drill: DrillConfig, announced: Sequence[Rule]) ->
             "no signal can see a hung engine without work in flight: one that idles is not stuck",
             "add load: {url: …}",
         )
+    return None
+
+
+def _why_unseen_by_users(config: Config, drill: DrillConfig, announced: Sequence[Rule]) -> tuple[str, str] | None:
+    """Why what users see of a fault between them and the engine cannot fire."""
+    if announced and all(rule.signal in _BY_STREAMS for rule in announced):
+        if drill.load is not None and not drill.load.streaming:
+            names = ", ".join(rule.id for rule in announced)
+            return f"without streaming nobody sees a first token: {names} cannot fire", "write streaming: true"
+        limit_s = config.slo.ttft_p99
+        if drill.fault == "upstream-timeout" and drill.params.delay is not None and drill.params.delay <= limit_s:
+            message = f"a delay of {drill.params.delay:g} s is inside the SLO of {limit_s:g} s"
+            return f"{message}: {announced[0].id} cannot fire", "write a longer delay"
     return None
 
 
@@ -220,6 +230,7 @@ def _why_reset_unseen(config: Config, drill: DrillConfig, announced: Sequence[Ru
     return "no rule that is on sees a line of an Xid in the kernel's log", f"enable {XID_RULES[0]}, or write expects"
 
 
+_BY_STREAMS = frozenset({"user_ttft_slow_share", "user_itl_slow_share"})
 # Signals that an engine's own page gives: they do not contain the way from the user to it.
 _OWN_PAGE = frozenset(
     {

@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 ANSWER_S = 2.0
 STALE_S = 30.0  # or three polls, where that is longer
+SERVES_NOBODY = frozenset({"engine-down", "engine-slow", "engine-stuck"})
 ENOUGH_WATCHED_S = 3600.0  # to judge an error budget by
 ROOM_BYTES = 1 << 20  # for the requests and the report of a run
 MAX_LEVER_CHARS = 200
@@ -287,7 +288,8 @@ def _replicas_now(drill: Drill, facts: DuringFacts) -> Said:
     least = least_healthy(facts.limits, facts.replicas)
     if facts.healthy is None:
         return True, "not told just now"
-    told = f"{facts.healthy} of {facts.replicas} replicas are healthy; at least {least} (drill_guards.min_healthy)"
+    told = f"beside the drilled one {facts.healthy} of {facts.replicas} replicas are healthy; at least {least}"
+    told += " (drill_guards.min_healthy)"
     return facts.healthy >= least, told
 
 
@@ -319,13 +321,15 @@ def collect(
     now: float,
     accept_unknown_budget: bool,
     planning: bool = False,
+    again: bool = False,
 ) -> Facts:
     """Everything that `before` judges by. `root`: `<state_dir>/drills`. Never raises: what fails is not known.
 
-    `planning`: for `tocsin drill plan`, which takes no lock and arms nothing, not even in a scratch namespace.
+    `planning`: for `tocsin drill plan`, which takes no lock and arms nothing, not even in a scratch namespace. `again`:
+    right before the injection, when all was rehearsed.
     """
     checked = _found(lambda: _mapping(client.ask(config.socket, "/check")))
-    rehearse = None if planning else REHEARSALS.get(plan.fault)
+    rehearse = None if planning or again else REHEARSALS.get(plan.fault)
     ready = plan.facts.get("ready")  # what Kubernetes tells counts before what this node's engines tell
     return Facts(
         now=now,
@@ -347,10 +351,12 @@ def collect(
     )
 
 
-def collect_during(config: Config, stale_s: float, pods: tuple[int | None, int] | None = None) -> DuringFacts:
+def collect_during(config: Config, drill: Drill, stale_s: float, now: float,
+                   pods: tuple[int | None, int] | None = None) -> DuringFacts:
     """Everything that `during` judges by. `stale_s`: since the agent last answered. Asks it once; never raises.
 
-    `pods`: how many are Ready, of how many, where Kubernetes is watched.
+    `pods`: how many are Ready, of how many, where Kubernetes is watched. An agent that answers and no longer ticks is
+    as stale as its last tick.
     """
     lever = _found(lambda: lever_of(config.drill_guards.lever_file))
     # Somebody pulled the lever: an agent that hangs is not waited for.
@@ -360,10 +366,10 @@ def collect_during(config: Config, stale_s: float, pods: tuple[int | None, int] 
     return DuringFacts(
         limits=config.drill_guards,
         replicas=replicas,
-        stale_s=stale_s,
+        stale_s=max(stale_s, _then(checked, lambda told: now - float(told["at"])).value or 0.0),
         stale_limit_s=stale_limit_s(config),
         lever=lever,
-        healthy=_then(checked, lambda told: replicas - len(down_in(told))).value if pods is None else pods[0],
+        healthy=_then(checked, lambda told: replicas - away(told, drill)).value if pods is None else pods[0],
         budget=_then(checked, lambda told: budget_of(told, config.slo.window)).value,
     )
 
@@ -464,9 +470,13 @@ def _answers(url: str) -> bool:
         return False
 
 
-def down_in(checked: Mapping[str, Any]) -> list[str]:
-    """The targets that the agent's check calls down."""
-    return [row["subject"] for row in checked["signals"] if row["rule"] == "engine-down" and row["state"] == "BREACH"]
+def away(checked: Mapping[str, Any], drill: Drill) -> int:
+    """How many engines serve nobody just now: those that the agent's check calls so, and the one that is drilled."""
+    gone = {str(row["subject"]).partition("/")[0] for row in checked["signals"]
+            if row["rule"] in SERVES_NOBODY and row["state"] == "BREACH"}
+    engine = drill.target.get("engine")
+    hit = 0 if drill.target.get("path") is not None else 1  # a full disk takes no replica away
+    return len(gone | {str(engine)}) if engine is not None else len(gone) + hit
 
 
 def stale_of(checked: Mapping[str, Any], drill: Drill, now: float, limit_s: float) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from drills.model import Drill, Request, Row, Verdict
+from drills.model import Drill, Request, Row, Verdict, may_fire
 
 ALLOWED = 0.01  # the share of requests that a p99 leaves over the limit
 CONFIDENCE = 0.95
@@ -22,7 +22,6 @@ STORM_AFTER = 1.2  # times the baseline, still 2 m after the fault
 STORM_AFTER_S = 120.0
 SLOW_FAULTS = frozenset({"packet-loss", "upstream-timeout"})  # slowness is what they are
 BACK_WITHIN_S = 120.0  # p99 back inside the SLO after a fault that is not judged while it lasts
-MAY_FIRE = frozenset({"packet-loss", "pod-kill", "slow-rank"})
 NAMING_A_RANK = ("rank-straggler", "rank-clock-spread")  # of slow-rank's alerts, one must fire
 FIRE_WITHIN_S = 60.0  # beside the rule's own `for`
 DELIVER_WITHIN_S = 15.0  # beside the group_wait
@@ -69,6 +68,7 @@ class Restart:
     completion_at: float | None = None
     orphans: Sequence[str] = ()  # processes of the killed engine that lived on
     gpu_free: bool | None = None
+    wants_key: bool = False  # it is up, and answers completions only to who has a key
     steps: Mapping[str, float] = field(default_factory=dict)  # what else was reached on the way: gone, scheduled …
     why: str = ""  # what keeps it, where it is not back
 
@@ -105,7 +105,6 @@ class Evidence:
     aborted: str | None = None  # a guard, a person or a crash ended it
     left: Sequence[str] = ()  # of ours, still in the world
     stale: Sequence[str] = ()  # telemetry that was not fresh
-    judge_latency_during: bool = True  # False for packet loss: TCP hides it from some and not from others
     slo_availability: float | None = None  # share of good requests that was promised; None: unknown
     slo_window_s: float | None = None  # over which
     unwatched_restart: bool = False  # it was killed and must come back, and nobody could watch it
@@ -320,7 +319,7 @@ def latency_row(evidence: Evidence, what: str) -> Row | None:
     if limit is None or load is None:
         return None
     limit_s = getattr(evidence, f"slo_{what}_p99_s") if limit == "slo" else float(limit)
-    lasting = limit != "slo" or (evidence.judge_latency_during and evidence.drill.fault not in SLOW_FAULTS)
+    lasting = limit != "slo" or evidence.drill.fault not in SLOW_FAULTS
     judged = (evidence.fault[0] if lasting else evidence.fault[1] + BACK_WITHIN_S, evidence.recovery[1])
     asked = f"p99 <= {limit_s * 1000:.0f} ms{'' if lasting else f' from {BACK_WITHIN_S:.0f} s after the fault'}"
     if not load.streaming:
@@ -426,19 +425,27 @@ def restart_rows(evidence: Evidence, restart: Restart) -> list[Row]:
     split = ", ".join(f"{name} {at - start:.1f} s" for name, at in reached.items() if at is not None)
     counts = not restart.orphans and restart.gpu_free is not False
     ok = took_s is not None and took_s <= restart.within_s and counts
+    cut = took_s is None and ended_before(evidence, start + restart.within_s)
     got = "never answered" if took_s is None else f"first completion after {took_s:.1f} s"
     got += f" (> {restart.within_s:.0f} s): {restart.why}" if took_s is None and restart.why else ""
+    verdict = Verdict.PASS if ok else Verdict.FAIL
+    if took_s is None and restart.wants_key:
+        verdict, got = Verdict.INCONCLUSIVE, "unknown: it asks for a key; give load.api_key_file"
+    elif cut:
+        verdict, got = Verdict.SKIPPED, "unknown: the run ended before"
     got += f" ({split})" if split else ""
     detail = {"took_s": took_s, "limit_s": restart.within_s, **{f"{name}_at": at for name, at in reached.items()},
               **{f"{name}_s": None if at is None else at - start for name, at in reached.items()}}
-    free = {True: Verdict.PASS, False: Verdict.FAIL, None: Verdict.SKIPPED}[restart.gpu_free]
+    is_free = None if cut and restart.gpu_free is False else restart.gpu_free
+    free = {True: Verdict.PASS, False: Verdict.FAIL, None: Verdict.SKIPPED}[is_free]
     return [
-        Row("restart", Verdict.PASS if ok else Verdict.FAIL, f"Ready and a completion within {restart.within_s:.0f} s",
-            got if counts else f"{got}, while something of the killed one was still there", detail=detail),
+        Row("restart", verdict, f"Ready and a completion within {restart.within_s:.0f} s",
+            got if counts or cut else f"{got}, while something of the killed one was still there", detail=detail),
         Row("no_orphans", Verdict.FAIL if restart.orphans else Verdict.PASS, "no process of it lives on",
             "; ".join(restart.orphans) or "none"),
         Row("gpu_memory_free", free, "its GPU memory is free again",
-            {True: "it is", False: "it is still held", None: "unknown: no GPU was asked"}[restart.gpu_free]),
+            {True: "it is", False: "it is still held", None: "unknown: the run ended before" if cut
+             else "unknown: no GPU was asked"}[is_free]),
     ]
 
 
@@ -562,16 +569,15 @@ def rows_of_alarm(evidence: Evidence, alarm: Alarm) -> list[Row]:
     start, limit_s = evidence.fault[0], FIRE_WITHIN_S + alarm.for_s
     fired_s = None if alarm.firing_at is None else alarm.firing_at - start
     name, asked = f"alarm.{alarm.rule}", f"firing within {limit_s:.0f} s"
+    may = may_fire(evidence.drill)
     detail = {"took_s": fired_s, "limit_s": limit_s, "pending_at": alarm.pending_at, "firing_at": alarm.firing_at}
     if not alarm.enabled or fired_s is None:
-        # Some clients are spared by TCP, some engines tell no step time: what a fault announces by itself may fire.
-        may = evidence.drill.fault in MAY_FIRE and not evidence.drill.expects
         got = "it never fired" if alarm.enabled else "the rule is disabled"
         if alarm.enabled and ended_before(evidence, start + limit_s):
             return [Row(f"{name}.fired", Verdict.SKIPPED, asked, "unknown: the run ended before", detail=detail)]
         return [Row(f"{name}.fired", Verdict.SKIPPED if may else Verdict.FAIL, asked,
                     f"{got}; it may fire, and need not" if may else got, detail=detail)]
-    within_s = evidence.drill.resolve_within_s
+    within_s, in_time = evidence.drill.resolve_within_s, fired_s <= limit_s or may
     resolved_s = None if alarm.resolved_at is None else max(0.0, alarm.resolved_at - evidence.fault[1])
     ok = resolved_s is not None and resolved_s <= within_s
     verdict = Verdict.PASS if ok else Verdict.FAIL
@@ -579,8 +585,7 @@ def rows_of_alarm(evidence: Evidence, alarm: Alarm) -> list[Row]:
     if resolved_s is None and ended_before(evidence, evidence.fault[1] + within_s):
         verdict, got = Verdict.SKIPPED, "unknown: the run ended before"
     return [
-        Row(f"{name}.fired", Verdict.PASS if fired_s <= limit_s else Verdict.FAIL, asked, f"after {fired_s:.1f} s",
-            detail=detail),
+        Row(f"{name}.fired", Verdict.PASS if in_time else Verdict.FAIL, asked, f"after {fired_s:.1f} s", detail=detail),
         delivered_row(evidence, alarm),
         Row(f"{name}.resolved", verdict, f"within {within_s:.0f} s of the fault's end", got,
             detail={"took_s": resolved_s, "limit_s": within_s, "resolved_at": alarm.resolved_at}),
@@ -597,7 +602,7 @@ def delivered_row(evidence: Evidence, alarm: Alarm) -> Row:
         detail["took_s"] = took_s = alarm.delivered_at - alarm.firing_at
         return Row(name, Verdict.PASS if took_s <= limit_s else Verdict.FAIL, asked, f"after {took_s:.1f} s",
                    detail=detail)
-    if delivery.failures:
+    if delivery.failures is not None and delivery.failures > 0:
         failed = f"Alertmanager failed {delivery.failures:.0f} notifications"
         return Row(name, Verdict.FAIL, asked, failed, detail=detail)
     if delivery.has_echo and alarm.firing_at is not None and ended_before(evidence, alarm.firing_at + limit_s):

@@ -126,6 +126,35 @@ class Drill:
     owner: str | None = None
 
 
+# What each fault announces where `expects` is not written.
+ANNOUNCES: Mapping[str, tuple[str, ...]] = {
+    "process-kill": ("engine-down",), "engine-hang": ("engine-stuck",), "upstream-timeout": ("user-ttft-p99",),
+    "packet-loss": ("user-ttft-p99", "user-itl-p99"), "pod-kill": ("engine-stopped", "engine-down"),
+    "slow-rank": ("rank-spread", "rank-straggler", "rank-clock-spread", "itl-p99"), "gpu-reset": ("xid-note",),
+}  # fmt: skip
+ANNOUNCES_IN_MODE: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("upstream-timeout", "chunk"): ("user-ttft-p99", "user-itl-p99"),
+    ("upstream-timeout", "hang"): ("user-error-rate",),
+    ("upstream-timeout", "status"): ("user-error-rate",),
+    ("gpu-reset", "reset"): ("engine-down",),
+}
+# Of these nobody can say that they must fire: TCP spares some clients, a router answers for another, an engine tells
+# no step time.
+MAY_FIRE = frozenset({"packet-loss", "pod-kill", "slow-rank"})
+MAY_FIRE_IN_MODE = frozenset({("upstream-timeout", "hang"), ("upstream-timeout", "status")})
+
+
+def announces(fault: str, mode: str | None) -> tuple[str, ...]:
+    """The rules that a fault announces by itself."""
+    return ANNOUNCES_IN_MODE.get((fault, mode or ""), ANNOUNCES.get(fault, ()))
+
+
+def may_fire(drill: Drill) -> bool:
+    """Whether what a drill announces may fire and need not: never so what its owner expects."""
+    mode = str(drill.params.get("mode") or "")
+    return not drill.expects and (drill.fault in MAY_FIRE or (drill.fault, mode) in MAY_FIRE_IN_MODE)
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """Something that would be done, as a person would type it."""

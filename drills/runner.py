@@ -23,13 +23,13 @@ from typing import Any
 import msgspec
 
 from agent import client
-from agent.config import Config, load_all
+from agent.config import Config, load_all, slo_for
 from agent.model import Rule
 from agent.signals import CATALOGUE
 from agent.strict import ConfigErrors
-from drills import guards, holder, lease, ledger, lock, pod_watch, prober, proc, tell, watch
+from drills import guards, hit, holder, lease, ledger, lock, pod_watch, prober, proc, tell, watch
 from drills.cluster import Cluster, ClusterError, configured
-from drills.config import FEWEST_REQUESTS, drills_of
+from drills.config import FEWEST_REQUESTS, drills_of, own_time_s
 from drills.faults.table import FAULTS
 from drills.judge import BACK_WITHIN_S, SLOW_FAULTS, Alarm, Delivery, Evidence, Restart, judge
 from drills.model import Drill, Fault, Left, Plan, Refused, State, Verdict
@@ -84,7 +84,7 @@ class Run:
         self.wake = threading.Event()  # somebody pages, or the run is to stop
         self.stop_why = ""
         self.agent = watch.AgentWatch(config.socket, self.wake.set)
-        self.elsewhere = watch.PagesElsewhere(guards.alertmanagers(config), config.node, self.wake.set)
+        self.elsewhere = watch.PagesElsewhere(guards.alertmanagers(config), config.node, self.rules, self.wake.set)
         self.prober: prober.Prober | None = None
         self.holder: holder.Holder | None = None
         self.way_back: watch.WayBack | pod_watch.PodsBack | None = None
@@ -97,6 +97,10 @@ class Run:
         self.samples: list[Mapping[str, Any]] = []
         self.unexpected: list[str] = []  # pages that nothing announced
         self.ended: Ended | None = None
+        self.is_armed = False  # from now on what was announced is announced
+        self.judged: list[Mapping[str, Any]] = []  # pages that were judged once
+        self.accept_unknown_budget = False
+        self.stalest_s = 0.0  # telemetry, at its oldest
         self.lease: lease.Held | None = None  # the fleet's, where there is a cluster
 
     # --- the way through the states ---------------------------------------------------------------------------------
@@ -185,22 +189,33 @@ class Run:
         known = {"of": len(self.config.engines)} if self.config.engines else {}
         self.plan = replace(plan, blast={**known, **plan.blast})
         self.record.planned(self.plan)
-        facts = guards.collect(self.config, self.drill, self.plan, root=self.root, run=self.run, now=self.clock(),
-                               accept_unknown_budget=accept_unknown_budget)
-        checks = guards.before(self.drill, self.plan, facts)
+        self.drill = replace(self.drill, target=hit.with_engine(self.drill.target, self.config))
+        if self.drill.target.get("pid") is not None and self.drill.target.get("engine") is None and self.announced:
+            raise Refused(f"process {self.drill.target['pid']} serves no engine of the configuration: no signal can see"
+                          " this drill; name the engine under engines")
+        self.accept_unknown_budget = accept_unknown_budget
+        unwatched: str | None = None
+        try:
+            self.agent.start()  # before the guards ask: a page between the two must be seen by one of them
+        except (client.NotRunning, client.AgentError) as error:
+            unwatched = str(error)
+        checks = self.ask_guards()
         self.record.guarded(checks)
         no = [f"{check.name}: {check.why}" for check in checks if not check.ok]
-        if no:
-            raise Refused("; ".join(no))
-        try:
-            self.agent.start()
-        except (client.NotRunning, client.AgentError) as error:
-            raise Refused(str(error)) from None
+        if no or unwatched:
+            raise Refused("; ".join(no) or str(unwatched))
         self.elsewhere.start()
         self.failed_before = watch.failed_notifications(guards.alertmanagers(self.config))
         self.group_wait_s = watch.group_wait_s(guards.alertmanagers(self.config))
         if self.lease is not None:
             self.lease.bind(self.drill.name, self.due_at, self.plan.targets)
+
+    def ask_guards(self, *, again: bool = False) -> list[guards.Check]:
+        """What each guard says now, before anything is touched."""
+        assert self.plan is not None  # noqa: S101
+        facts = guards.collect(self.config, self.drill, self.plan, root=self.root, run=self.run, now=self.clock(),
+                               accept_unknown_budget=self.accept_unknown_budget, again=again)
+        return guards.before(self.drill, self.plan, facts)
 
     def refuse(self, why: str) -> Verdict:
         """SKIPPED, or DEFERRED where it was due and is tried again, with reasons and a report; nothing was touched."""
@@ -249,12 +264,15 @@ class Run:
         self.holder = holder.start(self.folder, span_s)
         self.ledger.note(holder=msgspec.to_builtins(self.holder.process_id))
         self.holder.wait_up(PROVE_WITHIN_S)
-        if self.plan.restarts:
-            self.gpu_memory.before(one["pid"] for one in self.plan.facts.get("victims", ()))
+        self.is_armed = True
+        if self.plan.restarts:  # of all its processes: its core may hold the memory where its page is killed
+            parts = (*self.plan.facts.get("victims", ()), *self.plan.facts.get("others", ()))
+            self.gpu_memory.before(one["pid"] for one in parts)
         if self.plan.fault == "pod-kill":
             self.way_back = pod_watch.PodsBack(self.plan.facts, self.clock)
         elif self.plan.restarts and self.drill.target.get("url"):
-            self.way_back = watch.WayBack(str(self.drill.target["url"]), self.clock)
+            key_file = None if self.drill.load is None else self.drill.load.api_key_file
+            self.way_back = watch.WayBack(str(self.drill.target["url"]), self.clock, prober.read_key(key_file))
 
     def announce(self, rules: Sequence[str]) -> None:
         """Tell the agent what is to come: these alerts, and the prober's load. Raises Refused."""
@@ -269,6 +287,10 @@ class Run:
         if self.stop_why:
             raise Ended(self.stop_why)
         self.refuse_stale_lease()
+        no = [f"{check.name}: {check.why}" for check in self.ask_guards(again=True) if not check.ok]
+        self.judge_pages()
+        if no:  # much may have changed since the first time: a replica hangs, the window is over
+            raise Ended(f"right before the injection: {'; '.join(no)}")
         if self.lease is not None:
             self.holder.lease(self.lease.good_until)
         self.enter(State.INJECTING)
@@ -287,9 +309,13 @@ class Run:
         self.record.moment("fault injected", f"holder pid {self.holder.process_id.pid}")
         told = f"{self.drill.fault}, run {self.run}: {'; '.join(self.plan.targets)}"
         threading.Thread(target=self.tell_node, args=("DrillInjected", told), daemon=True).start()
-        end = time.monotonic() + self.prove_within_s
+        begun = time.monotonic()
         proven, proof = False, "no sample came"
-        while time.monotonic() < end and not proven and not any(sample.get("over") for sample in self.holder.samples):
+        while not proven and not any(sample.get("over") for sample in self.holder.samples):
+            # While its counters grow there may be too few of them yet to tell: small shares take their time.
+            within_s = max(self.prove_within_s, self.drill.for_s if is_moving(self.holder.samples) else 0.0)
+            if time.monotonic() > begun + within_s:
+                break
             self.breathe("fault")
             proven, proof = self.fault.proven(self.plan, self.holder.samples)
         self.enter(State.PROVEN if proven else State.INVALID, proof=proof)
@@ -382,7 +408,8 @@ class Run:
             tell.users(self.config.socket, self.drill.load.url if self.drill.load else "", self.prober.latest)
         if self.holder is not None and phase == "fault" and not self.holder.alive:
             raise Ended(self.stop_why or "the holder ended before its time: the fault is gone")
-        facts = guards.collect_during(self.config, self.agent.stale_s, self.pods)
+        facts = guards.collect_during(self.config, self.drill, self.agent.stale_s, self.clock(), self.pods)
+        self.stalest_s = max(self.stalest_s, facts.stale_s)
         no = [c for c in guards.during(self.drill, facts) if not c.ok]
         if no:
             raise Ended(self.stop_why or "; ".join(f"{c.name}: {c.why}" for c in no))
@@ -401,19 +428,25 @@ class Run:
 
     def judge_pages(self) -> None:
         """A page that a must-hold stands for fails the drill now; one that nothing announced aborts it."""
-        for page in self.agent.pages():
-            if page["rule"] in self.announced and self.is_own(str(page["subject"])):
+        announced = self.announced if self.is_armed else ()
+        for page in (page for page in self.agent.pages() if page not in self.judged):
+            self.judged.append(page)
+            if page["rule"] in announced and self.is_own(str(page["subject"])):
                 continue
             where = f"{page['rule']} on {page['subject']}"
-            if page["rule"] in COUNTERPARTS or page["rule"] in self.caused:
+            if self.is_armed and (page["rule"] in COUNTERPARTS or page["rule"] in self.caused):
                 raise Ended(f"{where} paged", early=True)
             self.unexpected.append(where)
             raise Ended(f"a page that nothing announced: {where}")
-        for labels in self.elsewhere.pages():
-            if labels.get("rule") not in self.announced:  # of another node, or of whoever else pages
-                where = f"{guards.page_text(labels)} of node {labels.get('node', 'unknown')}, in Alertmanager"
-                self.unexpected.append(where)
-                raise Ended(f"a page that nothing announced: {where}")
+        for labels in (labels for labels in self.elsewhere.pages() if labels not in self.judged):
+            self.judged.append(labels)
+            # The exported rules may page for what the agent does: of this node, and with its names.
+            twice = labels.get("node", self.config.node) == self.config.node and self.is_own(labels.get("subject", ""))
+            if twice and labels.get("rule") in announced:
+                continue
+            where = f"{guards.page_text(labels)} of node {labels.get('node', 'unknown')}, in Alertmanager"
+            self.unexpected.append(where)
+            raise Ended(f"a page that nothing announced: {where}")
 
     def is_own(self, subject: str) -> bool:
         """Whether an alert on this subject can be of this drill's making."""
@@ -446,7 +479,8 @@ class Run:
         for rule_id in self.announced:
             rule = self.rules.get(rule_id)
             echoed = watch.echoed_at(echo, rule_id, since, self.is_own) if echo is not None else None
-            found.append(watch.alarm_of(None if rule is None else {"for_s": rule.for_s}, rule_id, rows, since, echoed))
+            known = None if rule is None else {"for_s": own_time_s(rule)}
+            found.append(watch.alarm_of(known, rule_id, rows, since, echoed))
         return found
 
     def evidence(self, proven: bool, proof: str) -> Evidence:
@@ -454,13 +488,16 @@ class Run:
         requests = self.prober.requests() if self.prober is not None else []
         after = watch.failed_notifications(guards.alertmanagers(self.config))
         failures = None if after is None or self.failed_before is None else after - self.failed_before
+        failures = None if failures is not None and failures < 0 else failures  # it was restarted: nobody can tell
         sent_ratio, late_s = self.prober.kept() if self.prober is not None else (1.0, 0.0)
         ended = self.ended
-        silent = [f"the agent was silent for {self.agent.stale_s:.0f} s"] if self.agent.stale_s > STALE_S else []
+        stalest_s, limit_s = max(self.stalest_s, self.agent.stale_s), max(STALE_S, guards.stale_limit_s(self.config))
+        silent = [f"what the agent told was {stalest_s:.0f} s old"] if stalest_s > limit_s else []
+        slo = slo_for(self.config, self.drill.target.get("engine"))
         return Evidence(
             drill=self.drill, baseline=self.span("baseline"), fault=self.span("fault"),
-            recovery=self.span("recovery"), slo_ttft_p99_s=self.config.slo.ttft_p99,
-            slo_itl_p99_s=self.config.slo.itl_p99, proven=proven, proof=proof, requests=requests,
+            recovery=self.span("recovery"), slo_ttft_p99_s=slo.ttft_p99,
+            slo_itl_p99_s=slo.itl_p99, proven=proven, proof=proof, requests=requests,
             sent_ratio=sent_ratio, late_p99_s=late_s, alarms=self.alarms(),
             delivery=Delivery(bool(self.drill.echo), self.group_wait_s, failures), restart=self.restart(),
             ended_early=str(ended) if ended is not None and ended.early else None,
@@ -469,7 +506,7 @@ class Run:
             arrivals=self.arrivals(),
             unwatched_restart=self.plan is not None and self.plan.restarts and not self.drill.target.get("url"),
             not_as_before=self.samples[-1].get("not_as_before") if self.samples else None,
-            slo_availability=self.config.slo.availability, slo_window_s=self.config.slo.window)
+            slo_availability=slo.availability, slo_window_s=slo.window)
 
     def arrivals(self) -> Mapping[str, Sequence[tuple[float, float]]]:
         """What arrived at each replica since the baseline, as the agent counts it; nothing where it is silent."""
@@ -495,9 +532,14 @@ class Run:
         if self.way_back is None or self.plan is None:
             return None
         way = self.way_back
-        orphans = [f"pid {pid}" for pid in (self.samples[-1].get("outlive", ()) if self.samples else ())]
+        # As it was when the restart would count; an orphan that ended later was one.
+        counts_at = way.completion_at
+        seen = next((s for s in self.samples if counts_at is not None and s.get("at", 0.0) >= counts_at),
+                    self.samples[-1] if self.samples else {})
+        orphans = [f"pid {pid}" for pid in seen.get("outlive", ())]
         found = Restart(self.restart_within_s, way.down_at, way.port_at, way.ready_at, way.completion_at, orphans,
-                        self.gpu_memory.is_free(way.completion_at))
+                        self.gpu_memory.is_free(way.completion_at),
+                        wants_key=isinstance(way, watch.WayBack) and way.wants_key)
         if isinstance(way, pod_watch.PodsBack):
             why = "" if way.completion_at is not None else way.why_not() or "it is Ready, and gives no completion"
             return replace(found, steps=dict(way.steps), why=why)
@@ -535,6 +577,12 @@ class Run:
         self.stop_why = why
         if self.holder is not None:
             self.holder.revert_now()
+
+
+def is_moving(samples: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the evidence of a fault still changes from sample to sample."""
+    last = [{key: value for key, value in sample.items() if key not in ("at", "event")} for sample in samples[-3:]]
+    return len(last) > 1 and any(sample != last[0] for sample in last)
 
 
 def is_drilled(drill: Drill, node: str | None, subject: str) -> bool:

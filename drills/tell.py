@@ -23,15 +23,14 @@ def address_of(url: str) -> str:
 
 
 def subjects_of(drill: Drill, node: str | None) -> list[str] | None:
-    """What alerts of this drill's making are on: its engine, GPU, users' address, node; None where it names no engine.
+    """What alerts of this drill's making are on: its engine, GPU, users' address, node; None: on any.
 
-    The same alert on another engine is a real one.
+    The same alert on another engine is a real one. Which engine a pod is that a selector finds is not known here.
     """
-    engine = drill.target.get("engine")
-    if engine is None:
+    if drill.target.get("selector") is not None:
         return None
-    gpu = drill.target.get("gpu")
-    own = (engine, gpu, node, address_of(drill.load.url) if drill.load else None)
+    users = address_of(drill.load.url) if drill.load else None
+    own = (drill.target.get("engine"), drill.target.get("gpu"), node, users)
     return [str(one) for one in own if one]
 
 

@@ -6,11 +6,10 @@ import http.client
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import requests
 import yaml
@@ -22,6 +21,7 @@ EVERY_S = 0.25  # a page ends the fault within 2 s, and the fault needs some of 
 ANSWER_S = 2.0
 ELSEWHERE_EVERY_S = 1.0
 GPU_EVERY_S = 0.5
+REFUSED = (401, 403)
 COMPLETION_S = 30.0
 GROUP_WAIT_S = 30.0  # Alertmanager's default
 UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
@@ -95,7 +95,8 @@ def alarm_of(rule: Mapping[str, Any] | None, rule_id: str, rows: Sequence[Mappin
     """
     own = [row for row in rows if row["rule"] == rule_id and row["at"] >= since]
     first = {row["state"]: row["at"] for row in reversed(own)}
-    resolved_at = own[-1]["at"] if own and own[-1]["state"] == "resolved" else None
+    told = [row for row in own if row["state"] in ("firing", "resolved")]  # pending again is no news
+    resolved_at = told[-1]["at"] if told and told[-1]["state"] == "resolved" else None
     return Alarm(rule_id, float(rule["for_s"]) if rule else 0.0, rule is not None, first.get("pending"),
                  first.get("firing"), delivered_at, resolved_at)
 
@@ -106,6 +107,8 @@ class WayBack:
 
     url: str  # of the engine itself, without a path
     clock: Callable[[], float] = time.time
+    key: str | None = None  # that completions are asked with
+    wants_key: bool = False
     down_at: float | None = None
     port_at: float | None = None
     ready_at: float | None = None
@@ -136,7 +139,9 @@ class WayBack:
             if health != http.client.OK:
                 continue
             self.ready_at = self.ready_at or self.clock()
-            if completes(self.url):
+            answer = completion_status(self.url, self.key)
+            self.wants_key = answer in REFUSED
+            if answer == http.client.OK:
                 self.completion_at = self.clock()
 
 
@@ -191,26 +196,35 @@ class GpuMemory:
 
 def status_of(url: str, path: str) -> int | None:
     """The HTTP status of a GET; None where nobody answers in time."""
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=ANSWER_S)
     try:
-        connection.request("GET", path)
-        return connection.getresponse().status
-    except (OSError, http.client.HTTPException):
+        with requests.get(f"{url}{path}", timeout=ANSWER_S, stream=True, allow_redirects=False) as answer:
+            return answer.status_code
+    except requests.RequestException:
         return None
-    finally:
-        connection.close()
 
 
-def completes(url: str) -> bool:
-    """One short completion by the engine itself, read to its end."""
+def completes(url: str, key: str | None = None) -> bool:
+    """Whether the engine itself answers one short completion whole."""
+    return completion_status(url, key) == http.client.OK
+
+
+def completion_status(url: str, key: str | None = None) -> int | None:
+    """One short completion by the engine itself, read to its end: 200, or the status that it was refused with.
+
+    None where there was no whole one.
+    """
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        models = requests.get(f"{url}/v1/models", timeout=ANSWER_S).json()
-        body = {"model": models["data"][0]["id"], "prompt": PROMPT, "max_tokens": 4}
-        answer = requests.post(f"{url}/v1/completions", json=body, timeout=(ANSWER_S, COMPLETION_S))
-        return answer.ok and bool(answer.json()["choices"][0].get("finish_reason"))
+        models = requests.get(f"{url}/v1/models", headers=headers, timeout=ANSWER_S)
+        if not models.ok:
+            return models.status_code
+        body = {"model": models.json()["data"][0]["id"], "prompt": PROMPT, "max_tokens": 4}
+        answer = requests.post(f"{url}/v1/completions", json=body, headers=headers, timeout=(ANSWER_S, COMPLETION_S))
+        if not answer.ok:
+            return answer.status_code
+        return answer.status_code if answer.json()["choices"][0].get("finish_reason") else None
     except (requests.RequestException, ValueError, LookupError, TypeError):
-        return False
+        return None
 
 
 def pages_at(url: str) -> list[dict[str, str]]:
@@ -224,13 +238,14 @@ def pages_at(url: str) -> list[dict[str, str]]:
 
 
 class PagesElsewhere:
-    """The pages that Alertmanager knows of beside this node's own (the agent tells those): a thread asks each second.
+    """The pages that Alertmanager knows of beside the agent's own (that tells them itself): a thread asks each second.
 
     An Alertmanager that does not answer tells nothing: whether alerts are delivered is judged at the end.
     """
 
-    def __init__(self, urls: Sequence[str], node: str | None, on_page: Callable[[], None] = lambda: None) -> None:
-        self._urls, self._node, self._on_page = urls, node, on_page
+    def __init__(self, urls: Sequence[str], node: str | None, rules: Container[str],
+                 on_page: Callable[[], None] = lambda: None) -> None:
+        self._urls, self._node, self._rules, self._on_page = urls, node, rules, on_page
         self._stop = threading.Event()
         self._found: list[dict[str, str]] = []
         self._thread = threading.Thread(target=self._run, name="pages-elsewhere", daemon=True)
@@ -243,19 +258,21 @@ class PagesElsewhere:
     def _run(self) -> None:
         while not self._stop.wait(ELSEWHERE_EVERY_S):
             found = [labels for url in self._urls for labels in self._told_by(url)]
-            if found and not self._found:
-                self._found = found
+            news = [labels for labels in found if labels not in self._found]
+            self._found += news
+            if news:
                 self._on_page()
 
     def _told_by(self, url: str) -> list[dict[str, str]]:
         try:
-            return [labels for labels in pages_at(url) if labels.get("node") != self._node]
+            return [labels for labels in pages_at(url)
+                    if labels.get("node") != self._node or labels.get("rule") not in self._rules]
         except (requests.RequestException, ValueError, LookupError, TypeError):
             return []
 
     def pages(self) -> list[dict[str, str]]:
-        """The labels of those that were found first."""
-        return self._found
+        """The labels of all that were found since the start."""
+        return list(self._found)
 
     def stop(self) -> None:
         """End the thread."""

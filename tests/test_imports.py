@@ -172,10 +172,11 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.record": Row("drills drills.judge drills.model drills.report", "importlib msgspec pathlib"),
     "drills.history": Row("drills drills.ledger drills.model drills.record", WORLD),
     "drills.unit": Row("drills.model", "pathlib"),
+    "drills.hit": Row("agent.config drills drills.proc"),
     "drills.runner": Row(
         "agent agent.client agent.config agent.model agent.signals agent.strict drills drills.cluster drills.config"
-        " drills.faults.table drills.guards drills.holder drills.judge drills.ledger drills.lease drills.lock"
-        " drills.model drills.pod_watch drills.prober drills.proc drills.record drills.targets drills.tell"
+        " drills.faults.table drills.guards drills.hit drills.holder drills.judge drills.ledger drills.lease"
+        " drills.lock drills.model drills.pod_watch drills.prober drills.proc drills.record drills.targets drills.tell"
         " drills.watch", WORLD
     ),
     "drills.daemon": Row(

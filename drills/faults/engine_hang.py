@@ -172,17 +172,23 @@ class EngineHang:
         victims = [str(one["pid"]) for one in plan.facts["victims"]]
         if not samples:
             return False, "no sample was taken"
-        threads = running = 0
+        threads = running = stopped = 0
+        tail = ""
         for sample in samples:
             states = sample.get("threads", {})
             ended = [pid for pid in victims if not states.get(pid)]
-            if ended:
-                return False, f"process {', '.join(ended)} ended while it was stopped"
+            if ended:  # what it was until then is proven all the same
+                tail = f"process {', '.join(ended)} ended while it was stopped: did a liveness probe kill it?"
+                break
+            stopped += 1
             threads = sum(len(states[pid]) for pid in victims)
             running = max(running, sum(state != _STOPPED for pid in victims for state in states[pid]))
         if running:
-            return False, f"{running} of {threads} threads were not stopped in one of {len(samples)} samples"
-        return True, f"{threads} of {threads} threads in state t (ptrace stop) in each of {len(samples)} samples"
+            return False, f"{running} of {threads} threads were not stopped in one of {stopped} samples"
+        if not stopped:
+            return False, tail
+        said = f"{threads} of {threads} threads in state t (ptrace stop) in each of {stopped} samples"
+        return True, f"{said}; {tail}" if tail else said
 
     def left(self, plan: Plan) -> list[Left]:
         """Threads that a holder of this run still stops."""

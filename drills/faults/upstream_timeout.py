@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from drills import nft, proc, targets
 from drills.ledger import short_tag
-from drills.model import Command, Drill, Left, Plan, ProcessId, Refused
+from drills.model import Command, Drill, Left, Plan, ProcessId, Refused, announces
 from drills.old_connections import Old, Watch, end_of, parse_old
 from drills.proxy import MARK, TOLERANCE_S, Mode, Proxy, Shape, plain_address
 
@@ -99,7 +99,7 @@ class UpstreamTimeout:
             ],
             notes=notes(shape, own_port, remote),
             needs=["CAP_NET_ADMIN", "CAP_NET_RAW", *(["CAP_SYS_ADMIN", "CAP_SYS_PTRACE"] if place.path else [])],
-            expects=["user-ttft-p99"],
+            expects=announces(NAME, shape.mode),
             blast={"replicas": 1},
         )
 

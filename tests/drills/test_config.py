@@ -11,7 +11,7 @@ import pytest
 from agent.config import Config, load_config
 from agent.model import Rule
 from agent.strict import ConfigErrors
-from drills.config import drills_of
+from drills.config import announced_by, drills_of
 from drills.model import Drill, Holds, Load, Schedule
 
 ENGINES = 'engines: [{name: llama, url: "http://127.0.0.1:8000"}, {url: "http://10.0.0.7:8001"}]\n'
@@ -53,7 +53,7 @@ def test_a_drill_as_its_owner_writes_it(tmp_path: Path) -> None:
     fault: packet-loss
     target: {engine: llama, netns: /run/netns/llama}
     schedule: {cron: "0 10 * * TUE#1", zone: Europe/Berlin, window: "10:00-16:00", blackouts: [2026-12-20/2027-01-06]}
-    load: {url: "https://llm.internal/v1", model: llama-70b, rate: 300/m, streaming: false, retries: 2,
+    load: {url: "https://llm.internal/v1", model: llama-70b, rate: 300/m, streaming: true, retries: 2,
            connections: new, deadline: 20s, max_tokens: 8, prompt: hello, api_key_file: /run/secrets/key}
     for: 5m
     baseline: 1m
@@ -78,7 +78,7 @@ notify: [{webhook: {url: "http://127.0.0.1:9000/hook"}}]
         "0 10 * * TUE#1", "Europe/Berlin", (600, 960), (("2026-12-20", "2027-01-07"),), 1_728_000.0, 300.0
     )
     assert found.load == Load(
-        "https://llm.internal/v1", "llama-70b", 5.0, False, 2, "new", 20.0, 8, "hello", "/run/secrets/key"
+        "https://llm.internal/v1", "llama-70b", 5.0, True, 2, "new", 20.0, 8, "hello", "/run/secrets/key"
     )
     assert found.holds == Holds(
         0.9, 20.0, "slo", 0.2, None, 600.0, {"within_s": 2.0, "by": {"model": "small"}}, retry_storm=False
@@ -249,6 +249,10 @@ def test_a_fault_just_long_enough(tmp_path: Path) -> None:
     [
         ("fault: packet-loss, target: {port: 8000}", "no signal can see packet-loss: an engine's own latency begins"),
         (f"fault: upstream-timeout, target: {{port: 1}}, {LOAD}, expects: [ttft-p99]", "ttft-p99 cannot see upstream"),
+        (f"fault: upstream-timeout, target: {{port: 8000}}, {LOAD}, params: {{delay: 300ms}}",
+         "a delay of 0.3 s is inside the SLO of 0.5 s: user-ttft-p99 cannot fire"),
+        ("fault: upstream-timeout, target: {port: 8000}, load: {url: 'http://r/v1', streaming: false}",
+         "without streaming nobody sees a first token: user-ttft-p99 cannot fire"),
         (f"fault: process-kill, target: {{port: 9}}, {LOAD}", "at port 9: the agent watches no engine there"),
         ("fault: engine-hang, target: {port: 8000}", "no signal can see a hung engine without work in flight"),
     ],
@@ -256,6 +260,18 @@ def test_a_fault_just_long_enough(tmp_path: Path) -> None:
 def test_a_fault_that_no_signal_can_see(text: str, said: str, tmp_path: Path) -> None:
     """The engine's own TTFT starts behind the proxy: the alarm of this drill could never have rung."""
     assert said in faults(text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mode", "want"),
+    [("turn", ("user-ttft-p99",)), ("chunk", ("user-ttft-p99", "user-itl-p99")), ("hang", ("user-error-rate",)),
+     ("status", ("user-error-rate",))],
+)
+def test_what_a_mode_announces(mode: str, want: tuple[str, ...], tmp_path: Path) -> None:
+    """A 503 brings no late first token: the drill waited for an alarm that could not ring."""
+    text = f"drills: [{{name: a, fault: upstream-timeout, target: {{port: 8000}}, {LOAD}, params: {{mode: {mode}}}}}]\n"
+    (written,) = configured(text, tmp_path).drills
+    assert announced_by(written) == want
 
 
 def test_a_rule_that_is_off_is_no_typing_error(tmp_path: Path) -> None:

@@ -281,8 +281,10 @@ def test_facts_are_looked_up_in_the_world(agent: Agent, tmp_path: Path, monkeypa
     assert facts.reserved.value is not None
     assert facts.reserved.value[int(alertmanager.url.rpartition(":")[2])] == "the alert path"
     assert asked == ["/api/v2/alerts?filter=severity%3D%22page%22", "/health"]
-    now = guards.collect_during(config, 1.5)
-    assert (now.stale_s, now.stale_limit_s, now.healthy, now.budget) == (1.5, 30.0, 2, Budget(0.9, 7200.0, "llama"))
+    now = guards.collect_during(config, DRILL, 1.5, NOW)
+    assert (now.stale_limit_s, now.healthy, now.budget) == (30.0, 2, Budget(0.9, 7200.0, "llama"))
+    # Told 2 s ago: an agent that answers and no longer ticks is as stale as its last tick.
+    assert [guards.collect_during(config, DRILL, age_s, NOW).stale_s for age_s in (1.5, 9.0)] == [2.0, 9.0]
 
 
 def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +311,26 @@ def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "name the engines of this node under engines" in found["healthy replicas"]
     assert "not readable" in found["lever file"]
     assert found["rehearsal"] == "port 22 lost packets"
-    assert guards.collect_during(config, 3.0).healthy is None
+    assert guards.collect_during(config, DRILL, 3.0, NOW).healthy is None
+
+
+@pytest.mark.parametrize(
+    ("story", "engine", "rows", "want"),
+    [
+        ("only the drilled one", "llama", [], 1),
+        ("it is down, as it should be", "llama", [("engine-down", "llama", "BREACH")], 1),
+        ("another one hangs", "llama", [("engine-slow", "qwen", "BREACH")], 2),
+        ("another one is stuck, by its index", "llama", [("engine-stuck", "qwen/1", "BREACH")], 2),
+        ("another one was slow", "llama", [("engine-slow", "qwen", "OK")], 1),
+        ("a target without a name", None, [("engine-down", "qwen", "BREACH")], 2),
+    ],
+)
+def test_who_serves_nobody_while_it_runs(story: str, engine: str | None, rows: list[tuple[str, str, str]],
+                                         want: int) -> None:
+    """The other replica hung: a ticket, and the drill killed the last one that served."""
+    told = {"signals": [{"rule": rule, "subject": subject, "state": state} for rule, subject, state in rows]}
+    assert guards.away(told, Drill("d", "process-kill", target={"engine": engine})) == want, story
+    assert guards.away({"signals": []}, Drill("d", "disk-full", target={"path": "/data"})) == 0
 
 
 def test_the_lever_does_not_wait_for_the_agent(agent: Agent, tmp_path: Path) -> None:
@@ -320,7 +341,7 @@ def test_the_lever_does_not_wait_for_the_agent(agent: Agent, tmp_path: Path) -> 
     asked: list[str] = []
     agent.finish_request = lambda *_: asked.append("asked")  # type: ignore[method-assign]
 
-    found = guards.collect_during(config, 1.0)
+    found = guards.collect_during(config, DRILL, 1.0, NOW)
 
     assert (found.lever, asked) == (Fact("stop"), [])
 

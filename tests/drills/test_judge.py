@@ -267,6 +267,7 @@ def test_restart_is_split() -> None:
         ("its worker lived on and held the GPU", {"orphans": ["VLLM::Worker_TP0 (4243)"], "gpu_free": False},
          {"restart": FAIL, "no_orphans": FAIL, "gpu_memory_free": FAIL}),
         ("no GPU to ask", {"gpu_free": None}, {"gpu_memory_free": UNKNOWN}),
+        ("it asks for a key", {"completion_at": None, "wants_key": True}, {"restart": UNSURE}),
     ],
 )  # fmt: skip
 def test_restart(story: str, change: Mapping[str, Any], bad: Mapping[str, Verdict]) -> None:
@@ -431,6 +432,28 @@ def test_what_packet_loss_announces_may_fire() -> None:
     assert judge(quiet).verdict is PASS
     assert rows_of(quiet)["alarm.user-ttft-p99.fired"].got == "it never fired; it may fire, and need not"
     assert judge(replace(quiet, drill=replace(drill, expects=("user-ttft-p99",)))).verdict is FAIL
+
+
+def test_what_may_fire_may_fire_late() -> None:
+    """At 10 % loss the threshold was crossed only after 130 s: users were told all the same, and the drill FAILed."""
+    late = (replace(ALARM, rule="user-ttft-p99", firing_at=T + 190, delivered_at=T + 191, resolved_at=T + 330),)
+    seen = replace(GOOD, drill=Drill("loss", "packet-loss", load=LOAD), restart=None, alarms=late)
+    row = rows_of(seen)["alarm.user-ttft-p99.fired"]
+    assert (row.verdict, row.got) == (PASS, "after 190.0 s")
+    expected = replace(seen, drill=replace(seen.drill, expects=("user-ttft-p99",)))
+    assert rows_of(expected)["alarm.user-ttft-p99.fired"].verdict is FAIL
+    answered = replace(seen, alarms=(Alarm("user-error-rate", 0.0),),
+                       drill=Drill("503", "upstream-timeout", load=LOAD, params={"mode": "status"}))
+    assert rows_of(answered)["alarm.user-error-rate.fired"].verdict is UNKNOWN  # the router answered from another
+
+
+def test_a_restart_that_was_cut_short_is_unknown() -> None:
+    """Aborted after 10 s: "never answered" and "still held" became actions that were carried over for months."""
+    cut = replace(GOOD, aborted="by root", fault=(T, T + 10), recovery=(T + 12, T + 12),
+                  restart=replace(BACK, completion_at=None, gpu_free=False))
+    rows = rows_of(cut)
+    assert {name: rows[name].verdict for name in ("restart", "gpu_memory_free")} == {
+        "restart": UNKNOWN, "gpu_memory_free": UNKNOWN}
 
 
 def test_alarms_of_a_run_that_ended_before_their_time() -> None:

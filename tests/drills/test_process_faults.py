@@ -139,11 +139,15 @@ def test_the_real_parent_sees_a_death(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
         plan = HANG.plan(Drill("d", "engine-hang", target={"pid": process.pid}), RUN)
         started = held(tmp_path, plan)
+        wait_for(lambda: len(started.samples) > 0)
         process.kill()
         assert process.wait(0.5) == -signal.SIGKILL
         count = len(started.samples)
         wait_for(lambda: len(started.samples) > count)
-        assert HANG.proven(plan, started.samples) == (False, f"process {process.pid} ended while it was stopped")
+        proven, told = HANG.proven(plan, started.samples)
+        assert (proven, f"process {process.pid} ended while it was stopped" in told) == (True, True)  # a finding
+        ended = [sample for sample in started.samples if not sample["threads"].get(str(process.pid))]
+        assert not HANG.proven(plan, ended)[0]  # of one that was never seen stopped
         assert started.revert(5.0) == []
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from drills.model import Drill, Left, Verdict
-from drills.runner import Ended, Run
+from agent.config import Config
+from drills.guards import Check
+from drills.model import Drill, Left, Plan, Verdict
+from drills.runner import Ended, Run, is_moving
 
 
 def run(**known: Any) -> Run:
@@ -21,7 +23,8 @@ def run(**known: Any) -> Run:
     made.wake.set()
     made.clock, made.spans, made.stop_why, made.unexpected = (lambda: 7.0), {"fault": [1.0, 6.0]}, "", []
     made.plan, made.drill, made.lease = None, Drill("d", "process-kill", expects=("engine-down",)), None
-    known.setdefault("elsewhere", SimpleNamespace(pages=list))
+    made.is_armed, made.judged, made.stalest_s, made.rules = True, [], 0.0, {}
+    known = {"elsewhere": SimpleNamespace(pages=list), "config": Config(node="gpu-17"), **known}
     for name, value in known.items():
         setattr(made, name, value)
     return made
@@ -50,18 +53,87 @@ def test_a_page_that_nothing_announced_is_kept() -> None:
          "gpu-lost on GPU-9 of node gpu-18, in Alertmanager"),
         ("a page of another tool's", {"alertname": "RouterDown"},
          "RouterDown on something of node unknown, in Alertmanager"),
-        ("the same alert, by the exported rules", {"rule": "engine-down", "subject": "a", "node": "prometheus-1"}, ""),
+        ("the same alert, by the exported rules", {"rule": "engine-down", "subject": "a", "node": "gpu-17"}, ""),
+        ("the same rule on another node", {"rule": "engine-down", "subject": "a", "node": "gpu-18"},
+         "engine-down on a of node gpu-18, in Alertmanager"),
+        ("the same rule on another engine", {"rule": "engine-down", "subject": "b"},
+         "engine-down on b of node unknown, in Alertmanager"),
     ],
 )
 def test_a_page_of_the_fleet_ends_it(story: str, labels: dict[str, str], why: str) -> None:
     """All hands were needed at the next node, and this one went on breaking things."""
-    seen = run(agent=SimpleNamespace(pages=list), elsewhere=SimpleNamespace(pages=lambda: [labels]))
+    drill = Drill("d", "process-kill", target={"engine": "a"}, expects=("engine-down",))
+    seen = run(agent=SimpleNamespace(pages=list), elsewhere=SimpleNamespace(pages=lambda: [labels]), drill=drill)
     if not why:
         seen.judge_pages()
         return
     with pytest.raises(Ended, match=f"a page that nothing announced: {why}"):
         seen.judge_pages()
     assert seen.unexpected == [why], story
+
+
+def page(number: int, rule: str, subject: str = "a") -> dict[str, Any]:
+    """A transition that pages."""
+    return {"id": number, "rule": rule, "subject": subject, "state": "firing", "severity": "page"}
+
+
+def test_nothing_is_announced_before_it_is_armed() -> None:
+    """engine-down in the baseline was a real one: the drill went on, into it."""
+    drill = Drill("d", "process-kill", target={"engine": "a"}, expects=("engine-down",))
+    seen = run(agent=SimpleNamespace(pages=lambda: [page(1, "engine-down")]), drill=drill, is_armed=False)
+    with pytest.raises(Ended, match="a page that nothing announced: engine-down on a") as ended:
+        seen.judge_pages()
+    assert not ended.value.early
+    armed = run(agent=SimpleNamespace(pages=lambda: [page(1, "engine-down")]), drill=drill)
+    armed.judge_pages()
+
+
+def test_a_page_is_judged_once() -> None:
+    """It ended the fault early, and then the way back too, after one second: "never answered"."""
+    pages = [page(1, "ttft-p99")]
+    seen = run(agent=SimpleNamespace(pages=lambda: pages))
+    with pytest.raises(Ended) as ended:
+        seen.judge_pages()
+    assert ended.value.early
+    seen.judge_pages()  # the way back goes on
+    pages.append(page(2, "gpu-lost", "GPU-1"))
+    with pytest.raises(Ended, match="gpu-lost on GPU-1"):
+        seen.judge_pages()
+
+
+def test_the_guards_are_asked_again_right_before_the_injection(tmp_path: Path) -> None:
+    """The other replica hung during the baseline, and the last one that served was killed."""
+    asked: list[bool] = []
+
+    def ask(*, again: bool = False) -> list[Check]:
+        asked.append(again)
+        return [Check("window", True, "open"), Check("healthy replicas", False, "0 after the fault")]
+
+    seen = run(agent=SimpleNamespace(pages=list), ask_guards=ask, holder=SimpleNamespace(),
+               plan=Plan("process-kill", "r", [], [], [], {}))
+    with pytest.raises(Ended, match="right before the injection: healthy replicas: 0 after the fault"):
+        seen.inject()
+    assert asked == [True]
+
+
+def test_an_orphan_counts_as_it_was_when_the_restart_would_count() -> None:
+    """Its core lived on for 45 s beside the new engine, which answered after 30: no orphan, said the report."""
+    samples = [{"at": 100.0 + s, "outlive": [41] if s < 45 else []} for s in range(60)]
+    way = SimpleNamespace(down_at=101.0, port_at=120.0, ready_at=129.0, completion_at=130.0)
+    back = run(way_back=way, samples=samples, gpu_memory=SimpleNamespace(is_free=lambda by: None),
+               plan=Plan("process-kill", "r", [], [], [], {}), folder=Path("/r")).restart()
+    assert back is not None
+    assert back.orphans == ["pid 41"]
+
+
+@pytest.mark.parametrize(
+    ("samples", "want"),
+    [([{"at": 1.0, "n": 1}], False), ([{"at": 1.0, "n": 1}, {"at": 2.0, "n": 1}], False),
+     ([{"at": 1.0, "n": 1}, {"at": 2.0, "n": 1}, {"at": 3.0, "n": 2}], True), ([], False)],
+)
+def test_evidence_that_moves_is_waited_for(samples: list[dict[str, Any]], want: bool) -> None:
+    """0.2 % of loss takes 4,491 packets to tell: after 15 s it was INVALID, always."""
+    assert is_moving(samples) is want
 
 
 def test_an_abort_tells_the_holder_itself() -> None:

@@ -15,7 +15,7 @@ from drills.judge import Alarm
 from drills.model import Drill, Load
 from drills.runner import is_drilled
 from tests.drills.test_guards import Agent, agent
-from tests.receiver import Receiver, Reply
+from tests.receiver import Arrival, Receiver, Reply, wait_until
 
 __all__ = ["agent"]
 
@@ -93,15 +93,49 @@ def test_who_holds_gpu_memory_as_the_agent_says(agent: Agent, tmp_path: Path, to
 
 def test_pages_that_are_not_this_nodes() -> None:
     """Our own are told by the agent, sooner; an Alertmanager that is away tells nothing and ends nothing."""
-    own, other = ({"labels": {"rule": "gpu-lost", "node": name}} for name in ("gpu-17", "gpu-18"))
-    told, paged = [b"[]", json.dumps([own]).encode(), b"<html>", json.dumps([own, other]).encode()], threading.Event()
+    own, other, theirs = ({"labels": {"rule": rule, "node": name}} for rule, name in (
+        ("gpu-lost", "gpu-17"), ("gpu-lost", "gpu-18"), ("DiskFull", "gpu-17")))
+    told = [b"[]", json.dumps([own]).encode(), b"<html>", json.dumps([own, other]).encode(),
+            json.dumps([own, theirs]).encode()]
+    paged = threading.Event()
     with Receiver(lambda _: Reply(body=told.pop(0) if len(told) > 1 else told[0])) as alertmanager:
-        elsewhere = watch.PagesElsewhere([alertmanager.url, "http://127.0.0.1:9"], "gpu-17", paged.set)
+        elsewhere = watch.PagesElsewhere([alertmanager.url, "http://127.0.0.1:9"], "gpu-17", {"gpu-lost"}, paged.set)
         elsewhere.start()
         assert paged.wait(60)
+        wait_until(lambda: len(elsewhere.pages()) > 1)
         elsewhere.stop()
-    assert elsewhere.pages() == [{"rule": "gpu-lost", "node": "gpu-18"}]
+    # Another node's first; then what another tool says of this very node.
+    assert elsewhere.pages() == [{"rule": "gpu-lost", "node": "gpu-18"}, {"rule": "DiskFull", "node": "gpu-17"}]
     assert alertmanager.arrivals[0].path == '/api/v2/alerts?filter=severity%3D%22page%22'
+
+
+def test_a_restart_is_asked_with_the_users_key() -> None:
+    """Started with an API key, the engine was up and called "never answered"; without it that cannot be known."""
+
+    def engine(arrival: Arrival) -> Reply:
+        if arrival.path == "/health":
+            return Reply()
+        if arrival.headers.get("Authorization") != "Bearer k":
+            return Reply(401)
+        body = {"data": [{"id": "m"}]} if arrival.path == "/v1/models" else {"choices": [{"finish_reason": "stop"}]}
+        return Reply(body=json.dumps(body).encode())
+
+    with Receiver(engine) as up:
+        assert [watch.completion_status(up.url, key) for key in ("k", None)] == [200, 401]
+        way = watch.WayBack(up.url, lambda: 7.0, down_at=1.0)
+        way.start()
+        wait_until(lambda: way.wants_key)
+        way.stop()
+    assert (way.completion_at, watch.completion_status(up.url, "k")) == (None, None)
+
+
+def test_an_alert_that_is_pending_again_has_resolved_all_the_same() -> None:
+    """firing, resolved, pending, inactive: it was called "still firing", and the run waited for it to its end."""
+    states = ("pending", "firing", "resolved", "pending", "inactive")
+    rows = [{"rule": "a", "state": state, "at": 10.0 + i} for i, state in enumerate(states)]
+    assert watch.alarm_of({"for_s": 0.0}, "a", rows, 0.0, None).resolved_at == 12.0
+    rows.append({"rule": "a", "state": "firing", "at": 20.0})
+    assert watch.alarm_of({"for_s": 0.0}, "a", rows, 0.0, None).resolved_at is None
 
 
 def echo(*alerts: object) -> Callable[[object], Reply]:
@@ -150,6 +184,9 @@ def test_what_a_drill_announces_is_of_its_own_service(subject: str, want: bool) 
     assert is_drilled(drill, "n1", subject) == want
 
 
-def test_a_drill_without_an_engine_announces_for_all() -> None:
-    """A port or a pid names no subject."""
-    assert is_drilled(Drill("d", "packet-loss", target={"port": 8000}), "n1", "whatever")
+def test_a_drill_without_an_engine_announces_for_its_users_and_node_alone() -> None:
+    """A target by port claimed every engine: a real outage of another one was called a drill."""
+    drill = Drill("d", "packet-loss", target={"port": 8000}, load=Load("http://llm.internal:8080/v1"))
+    assert [s for s in ("b", "n1", "llm.internal:8080") if is_drilled(drill, "n1", s)] == ["n1", "llm.internal:8080"]
+    pods = Drill("d", "pod-kill", target={"namespace": "llm", "selector": "app=vllm"})
+    assert is_drilled(pods, "n1", "llm/vllm#1")  # which of them a selector finds is not known
