@@ -400,17 +400,19 @@ def test_a_full_disk_still_pages_and_says_so(life: Life) -> None:
     with Receiver() as receiver:
         wide = engine({f"x{i}": 1.0 for i in range(1000)})  # two pages of the file a tick
         agent = life.start(Scripted("nvml", hot), Scripted("engine:llama", wide), channels=[hook(receiver.url)])
-        assert agent.outbox is not None
-        agent.outbox.start()
+        outbox = agent.outbox
+        assert outbox is not None
+        outbox.start()
         life.tick(2)
         fill_the_disk(agent.store)
         life.tick(10)
 
-        receiver.wait_until(lambda _: ("firing", "GpuTemperature") in receiver.alerts(), 10, "the page")
+        receiver.wait_until(lambda _: ("firing", "GpuTemperature") in receiver.alerts(), 60, "the page")
+        wait_until(lambda: [status.delivered for status in outbox.status().values()] == [1])  # and noted, or not
         ok, health = agent.healthz()
         agent.store._db.execute("PRAGMA max_page_count=1073741823")
         life.tick()
-        agent.outbox.stop(2)
+        outbox.stop(2)
 
     assert not ok
     assert any("disk is full" in problem for problem in health["problems"])
