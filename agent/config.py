@@ -17,6 +17,7 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
+from agent.engines import KINDS, ROUTER_KINDS
 from agent.model import Severity, SignalSpec, Slo
 from agent.strict import (
     AS_SHARE,
@@ -48,7 +49,6 @@ __all__ = ["Config", "ConfigErrors", "Fault", "SecretUnreadable", "load_config",
 
 DEFAULT_PATH = Path("/etc/tocsin/tocsin.yaml")
 MAX_SECRET_BYTES = 64 * 1024
-ENGINE_MAPS = Path(__file__).parent / "engines"  # <kind>.yaml: the engines that we can read
 
 # ---- the forms of single values ----
 
@@ -264,12 +264,20 @@ Level = Annotated[float | str, Parse(above_zero(duration_s).to, words=("slo",), 
 Port = Annotated[int, Parse(_port, what="a port")]
 Netns = Annotated[str | int, Parse(_netns, what="a path, as /run/netns/engine, or a process's number")]
 EngineKind = Annotated[str, Parse(lambda text: _kind(text), text=True, words=("auto",))]
+RouterKind = Annotated[str, Parse(lambda text: _router_kind(text), text=True, words=("auto",))]
 
 
 def _kind(text: str) -> str:
-    kinds = [path.stem for path in ENGINE_MAPS.glob("*.yaml")]
-    if text not in kinds:
-        raise Unfit(f"engine kind {cut(text)!r} is unknown", did_you_mean(text, ("auto", *kinds)))
+    if text in ROUTER_KINDS:
+        raise Unfit(f"{text} is a router", "write it under routers")
+    if text not in KINDS:
+        raise Unfit(f"engine kind {cut(text)!r} is unknown", did_you_mean(text, ("auto", *KINDS)))
+    return text
+
+
+def _router_kind(text: str) -> str:
+    if text not in ROUTER_KINDS:
+        raise Unfit(f"router kind {cut(text)!r} is unknown", did_you_mean(text, ("auto", *ROUTER_KINDS)))
     return text
 
 
@@ -319,7 +327,7 @@ class RouterConfig(_Form, frozen=True):
 
     url: BaseUrl
     name: Name | None = None
-    kind: Annotated[str, Parse(_name, text=True, words=("auto",))] = "auto"
+    kind: RouterKind = "auto"
     at: str = field(name="_at", default="")
 
 

@@ -155,6 +155,12 @@ SAMPLES: Mapping[str, Kind] = {
     "spec_draft": "counter",  # tokens
     "spec_accepted": "counter",  # tokens
     "graph_fallback": "gauge",  # ratio; no stock vLLM tells it
+    "graph_passes": "counter",  # decode steps; key: "graph" or "eager", whatever their sizes
+    "rank_seconds": "counter",  # s of compute of each rank; key: rank
+    "paused": "gauge",  # requests that were running and had to give way
+    "throughput": "gauge",  # tokens/s as the engine works it out: sticks when idle, shown and never judged
+    "prefix_hit_ratio": "gauge",  # ratio as the engine works it out, where it counts no tokens
+    "spec_acceptance": "gauge",  # ratio as the engine works it out, where it counts no tokens
     # of a target (subject: target)
     "http": "counter",  # key: status class or code, inference routes only
     "rejections": "counter",  # key: reason
@@ -162,6 +168,17 @@ SAMPLES: Mapping[str, Kind] = {
     "down": "gauge",  # 1: refused, reset or /health 5xx at this read; 0: it answered
     "slow": "gauge",  # 1: timed out at this read
     "rung": "gauge",  # how far the ladder was climbed: 0 nothing, 1 TCP, 2 /health, 3 /metrics
+    # of a router (subject: the router); shares per replica have the replica's address, as it names it, as key
+    "router_requests": "counter",  # arrived or completed, as its map says
+    "router_errors": "counter",  # key: kind of error
+    "router_responses": "counter",  # key: HTTP status
+    "router_retries": "counter",
+    "router_worker_requests": "counter",  # key: replica
+    "router_worker_errors": "counter",  # key: replica
+    "router_worker_up": "gauge",  # 0 or 1; key: replica
+    "router_worker_inflight": "gauge",  # requests; key: replica
+    "router_inflight": "gauge",  # requests
+    "router_queue": "gauge",  # requests that wait in the router
     # of a GPU (subject: its UUID)
     "gpu_temp_c": "gauge",
     "gpu_margin_c": "gauge",  # kelvins left to the card's own limit; <= 0 is at or past it

@@ -44,10 +44,11 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.words": Row("agent.model"),
     "agent.node": Row("agent.evaluate agent.model agent.signals agent.windows agent.words"),
     "agent.engines": Row("agent.model", "importlib msgspec yaml"),  # its maps, read from the package
+    "agent.engines.trtllm_json": Row("agent.exposition agent.model", "msgspec"),
     "agent.engines.pages": Row("agent.engines agent.exposition agent.model"),
     # Files of the user's, read once.
     "agent.strict": Row("", "msgspec pathlib yaml"),
-    "agent.config": Row("agent.model agent.strict rules", "msgspec os pathlib socket zoneinfo"),
+    "agent.config": Row("agent.engines agent.model agent.strict rules", "msgspec os pathlib socket zoneinfo"),
     "rules": Row("agent.model agent.strict", "msgspec pathlib"),
     "agent.backtest": Row(
         "agent.config agent.engines.pages agent.evaluate agent.exposition agent.model agent.node agent.signals"
@@ -56,7 +57,9 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     # The edges, which touch the world.
     "agent.sources": Row(),
-    "agent.sources.engine": Row("agent.engines.pages agent.exposition agent.model agent.sources.fetch", WORLD),
+    "agent.sources.engine": Row(
+        "agent.engines.pages agent.engines.trtllm_json agent.exposition agent.model agent.sources.fetch", WORLD
+    ),
     "agent.sources.fetch": Row("agent.model", WORLD),
     "agent.sources.nvml": Row("agent.model agent.sources.nvml_values", WORLD),
     "agent.sources.nvml_values": Row("agent.model", "pynvml"),

@@ -1079,3 +1079,24 @@ def test_a_restart_of_tocsin_changes_no_signal() -> None:
     assert want[("preemptions", "e")].value == 2
     assert verdict(want[("ttft-p99", "e")], "ttft-p99") == "breach"
     assert verdict(want[("error-burn-fast", "e")], "error-burn-fast") == "clear"
+
+
+# --- public cases of engine metrics whose story is longer than a page -------------------------------------------------
+
+
+def test_c036_a_counter_that_restarts_counts_from_0() -> None:
+    """497, 500, then 3, 5 of a new process: 3 + 3 + 2 = 8 preemptions, never −497."""
+    windows = Windows(60.0)
+    for minute, preempted in enumerate([497.0, 500.0, 3.0, 5.0]):
+        read(windows, 60.0 * minute, "e", {**PAGE, "preemptions": preempted})
+    assert windows.increase("e", "preemptions", T0) == 8
+
+
+def test_c043_a_deadlock_at_full_utilization_is_a_hang() -> None:
+    """NCCL spins at 100 % on four GPUs, three requests run, no token for two minutes: stuck, whatever NVML says."""
+    windows = serve(0, 125, {"running": 3.0, "generation_tokens": 70000.0})
+    for at in times(0, 125):
+        read(windows, at, GPU, {"gpu_util": 1.0})
+    got = at_end(windows, "engine-stuck", 125)
+    assert verdict(got, "engine-stuck") == "breach"
+    assert got.evidence["running"] == 3

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
+from agent.engines import trtllm_json
 from agent.engines.pages import PageReader
 from agent.exposition import ACCEPT, MAX_BYTES, PageError, check_length, decode
 from agent.model import Batch, Gap, Sample, Why
@@ -21,6 +23,7 @@ TOTAL_S = 3.0  # connecting included
 HEALTH_EVERY_S = 15.0
 HEALTH_TOTAL_S = 5.0
 HEALTH_MAX_BYTES = 256 * 1024
+OTHER_PATH = "/prometheus/metrics"  # trtllm-serve's
 
 _RUNGS = ("TCP", "/health", "/metrics")  # the rung that fails, by the number of those climbed
 
@@ -57,13 +60,11 @@ class EngineSource:
         self._pages = PageReader(target, kind=kind, shape=shape)
         self.url = without_secrets(url)
         base = url.rstrip("/").removesuffix("/metrics")
-        self._metrics = Fetcher(
-            base + "/metrics",
-            {"Accept": ACCEPT, "Accept-Encoding": "identity", "User-Agent": "tocsin"},
-            connect_s=connect_s,
-            total_s=total_s,
-            limit_bytes=MAX_BYTES,
-        )
+        self._metrics, self._other = (
+            Fetcher(base + path, {"Accept": ACCEPT, "Accept-Encoding": "identity", "User-Agent": "tocsin"},
+                    connect_s=connect_s, total_s=total_s, limit_bytes=MAX_BYTES)
+            for path in ("/metrics", OTHER_PATH))
+        self._is_elsewhere: bool | None = None  # the page stands at OTHER_PATH; None: nobody had to look
         fetcher = Fetcher(
             base + "/health",
             {"Accept": "*/*", "User-Agent": "tocsin", "Connection": "close"},
@@ -84,6 +85,7 @@ class EngineSource:
             failure = None
         except FetchError as e:
             failure = e
+            self._is_elsewhere = self._is_elsewhere or None  # who comes up again may have another page
             error = f"{self._failed_rung(e, health)} of {self.url} fails: {e}"
             readings = self._pages.failed(e.code, error, now, is_down=e.is_down)
         readings += self._ladder(failure, health, error or "", now)
@@ -94,15 +96,34 @@ class EngineSource:
         """Stop asking /health, and close both connections."""
         self._health.close()
         self._metrics.close()
+        self._other.close()
+
+    def _answer(self) -> Answer:
+        """The page from where it stands: trtllm-serve has JSON at /metrics, and each read of that empties it."""
+        if self._is_elsewhere:
+            answer = self._other.get()
+            if answer.status != 404:
+                return answer
+            self._is_elsewhere = None  # another server listens here now
+        answer = self._metrics.get()
+        if answer.status == 200 and trtllm_json.is_json(answer.body) and self._is_elsewhere is None:
+            self._is_elsewhere = False
+            with suppress(FetchError):
+                other = self._other.get()
+                self._is_elsewhere = other.status == 200 and not trtllm_json.is_json(other.body)
+                return other if self._is_elsewhere else answer
+        return answer
 
     def _page(self, now: float) -> list[Sample | Gap]:
-        answer = self._metrics.get()
+        answer = self._answer()
         if answer.status != 200:
             raise FetchError(Why.BAD_STATUS, _status_text(answer))
         content_type = answer.headers.get("content-type", "")
         try:
             check_length(len(answer.body), answer.headers.get("content-length"))
             body = decode(answer.body, answer.headers.get("content-encoding"), MAX_BYTES)
+            if trtllm_json.is_json(body):
+                body, content_type = trtllm_json.as_page(body), "text/plain"
             return self._pages.read(body, content_type, now)
         except PageError as e:
             said = f" (it calls itself {content_type[:60]})" if "json" in content_type or "html" in content_type else ""
