@@ -638,7 +638,7 @@ class Config(_Form, frozen=True):
 
 # Keys of the contract whose function this version does not have yet. An entry goes when its function comes.
 WITHOUT_FUNCTION: tuple[str, ...] = (
-    "routers", "gpus", "kernel_log", "sources", "cluster_rules", "pattern", "probe", "web",
+    "gpus", "kernel_log", "sources", "cluster_rules", "pattern", "web",
 )
 
 
@@ -849,9 +849,12 @@ def _drill_number_faults(drill: DrillConfig, places: Places) -> list[Fault]:
 
 def target_name(target: EngineConfig | RouterConfig) -> str:
     """The subject of a target: its configured name, else host:port."""
-    if target.name:
-        return target.name
-    url = urlsplit(target.url)
+    return target.name or address_of(target.url)
+
+
+def address_of(url_text: str) -> str:
+    """host:port of an address, with the port that its scheme means."""
+    url = urlsplit(url_text)
     host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
     return f"{host}:{url.port or (443 if url.scheme == 'https' else 80)}"
 

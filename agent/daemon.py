@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -21,7 +22,7 @@ if __name__ == "__main__":  # structlog would take rich along for tracebacks in 
 import structlog
 
 from agent import sdnotify
-from agent.config import Config, host_port, load_all, slo_for, target_name, without_function
+from agent.config import Config, address_of, host_port, load_all, read_secret, slo_for, target_name, without_function
 from agent.loop import Agent, Collector
 from agent.model import Rule, Source
 from agent.node import Node, Setup
@@ -29,6 +30,8 @@ from agent.notifiers import Needs, build_channels, channel_names
 from agent.outbox import Outbox
 from agent.signals import CATALOGUE, Target
 from agent.sources.engine import EngineSource
+from agent.sources.probe import CanarySource
+from agent.sources.router import RouterSource
 from agent.store import Store, StoreError
 from agent.strict import ConfigErrors
 from agent.web.app import PRIVATE, PUBLIC, allowed_hosts, make_app
@@ -48,7 +51,8 @@ def setup_of(config: Config, rules: Sequence[Rule], *, clip_windows: bool = Fals
     """What a configuration says of the node."""
     targets = tuple(
         Target(target_name(e), (), slo_for(config, target_name(e)), e.profile, e.gpus,
-               startup_within_s=0.0 if clip_windows else e.startup_within)  # a check alone waits for no start
+               startup_within_s=0.0 if clip_windows else e.startup_within,  # a check alone waits for no start
+               address=address_of(e.url))
         for e in config.engines)
     return Setup(config.node or "", config.poll, slo_for(config), targets, tuple(rules), severity_of,
                  config.external_url, config.nvml != "off", clip_windows)
@@ -58,11 +62,23 @@ def sources_of(config: Config, shapes: dict[str, bool]) -> list[Source]:
     """Everything that a configuration has read. `shapes`: which targets had several engines at first sight."""
     sources: list[Source] = [EngineSource(target_name(e), e.url, kind=e.kind, shape=shapes.get(target_name(e)))
                              for e in config.engines]
+    sources += canaries_of(config)
+    sources += [RouterSource(target_name(router), router.url, kind=router.kind) for router in config.routers]
     if config.nvml != "off":
         from agent.sources.nvml import NvmlSource  # 4 MiB that a node without GPUs need not hold
 
         sources.append(NvmlSource())
     return sources
+
+
+def canaries_of(config: Config) -> list[Source]:
+    """A canary for each address that the configuration names; through an engine's own it also sees that one hang."""
+    asked, engines = config.probe.canary, {address_of(e.url): target_name(e) for e in config.engines}
+    has_key = asked.api_key_file is not None or asked.api_key_env is not None
+    slo_s = (config.slo.ttft_p99, config.slo.itl_p99)
+    return [CanarySource(url, asks=engines.get(address_of(url)), model=asked.model, every_s=asked.every, slo_s=slo_s,
+                         api_key=partial(read_secret, asked.api_key_file, asked.api_key_env) if has_key else None)
+            for url in dict.fromkeys(asked.urls)]
 
 
 def set_up_logging(stream: TextIO) -> None:

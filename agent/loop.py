@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import structlog
@@ -20,6 +20,7 @@ from agent.model import Alert, AlertMessage, Batch, Book, EngineFacts, Sample, S
 from agent.node import Node
 from agent.notifiers import Route, owed_to
 from agent.outbox import ChannelStatus, Outbox
+from agent.signals import router_signals
 from agent.store import FrameRow, LayoutRow, NotSaved, Store, StoreError
 from agent.web.metrics import SourceStat
 from agent.windows import COARSE_KEEP_S, LATE_INTERVALS, RAW_KEEP_S, Row, SeriesKey
@@ -37,6 +38,14 @@ MADE_FROM: Mapping[str, tuple[str, ...]] = {
     "gpu_temperature": ("gpu_temp_c",), "gpu_memory": ("gpu_mem_used", "gpu_mem_total"),
 }
 HISTORY_ROWS = 200  # past transitions in `tocsin alerts`
+
+
+@runtime_checkable
+class Asks(Protocol):
+    """A source that asks an engine for work (the canary). `held`: it must not."""
+
+    asks: str | None
+    held: bool
 
 
 @dataclass
@@ -180,6 +189,7 @@ class Agent:
                 self._probed = {}
                 self.node.take(self._of_ourselves(now))
                 transitions = self.node.step(now, dt_s)
+                self._hold_canaries()
                 notices = self._notices(transitions, now)
                 frames, layouts = self._frames(self.node.windows.unsaved())
                 learned = asdict(self.node.learned)
@@ -194,6 +204,17 @@ class Agent:
         if notices and self.outbox is not None:
             self.outbox.wake()
         self._ticked_mono, self._tick_at = mono, now
+
+    def _hold_canaries(self) -> None:
+        """An engine that sleeps is asked nothing: the question would wake it, or fail."""
+        scene = self.node.scene
+        for slot in self.collector.slots.values():
+            if not isinstance(slot.source, Asks):
+                continue
+            target = scene.targets.get(slot.source.asks or "")
+            if target is not None:
+                engines = target.engines
+                slot.source.held = bool(engines) and all(scene.sleeps(engine) for engine in engines)
 
     def _of_ourselves(self, now: float) -> Batch:
         late = [Sample("source_late_s", f"source:{name}", s, now) for name, s in self.collector.late_s().items()]
@@ -330,6 +351,11 @@ class Agent:
         with self._lock:
             return list(self.node.signals.values())
 
+    def readings(self) -> list[Signal]:
+        """What is told and judged by no rule: arrivals, errors and shares per replica as the routers count them."""
+        with self._lock:
+            return router_signals(self.node.scene)
+
     def book(self) -> Book:
         """The open alerts of the last tick."""
         return self.node.book
@@ -429,9 +455,18 @@ def doctor_report(node: Node, slots: Mapping[str, Slot], mono: float) -> dict[st
                         "kind": facts.kind, "model": facts.model, "build": facts.build,
                         "engines": list(facts.engines), "error": slot.last.error if slot and slot.last else None,
                         "found": [f._asdict() | {"required": f.name in required} for f in facts.found]})
+    routers = [{"target": name, "url": getattr(slots[source].source, "url", None), "kind": facts.kind, "model": None,
+                "build": facts.build, "engines": [], "error": _error_of(slots[source]),
+                "found": [f._asdict() | {"required": False} for f in facts.found]}
+               for source in slots if source.startswith("router:") and (name := source.removeprefix("router:"))
+               for facts in [node.routers.get(name) or EngineFacts(name, ())]]
     gpus = [{"uuid": g.uuid, "index": g.index, "name": g.name, "bdf": g.bdf, "limit_c": g.limit_c,
              "found": [f._asdict() | {"required": f.name in required} for f in g.found]} for g in node.gpus.values()]
     sources = [{"name": name, "age_s": round(mono - slot.answered_at, 1),
                 "took_s": slot.last.took_s if slot.last else None, "error": slot.last.error if slot.last else None}
                for name, slot in slots.items()]
-    return {"targets": targets, "gpus": gpus, "sources": sources}
+    return {"targets": targets, "routers": routers, "gpus": gpus, "sources": sources}
+
+
+def _error_of(slot: Slot) -> str | None:
+    return slot.last.error if slot.last else None

@@ -116,6 +116,7 @@ class Batch:
     gpus: tuple[GpuFacts, ...] | None = None
     error: str | None = None
     hung_s: float = 0.0
+    router: EngineFacts | None = None  # what a router says of itself; it has no engines
 
 
 class Source(Protocol):
@@ -198,6 +199,10 @@ SAMPLES: Mapping[str, Kind] = {
     "user_itl": "histogram",  # s
     "user_requests": "counter",
     "user_errors": "counter",
+    # of our own canary (subject: the target that it asks)
+    "canary_age_s": "gauge",  # s for which it has waited for an answer; 0: it does not wait
+    "canary_requests": "counter",
+    "canary_errors": "counter",  # those that the engine counts as errors too
     # of ourselves (subject: a source or a channel)
     "source_late_s": "gauge",  # s since a source was last on time
     "delivery_failing_s": "gauge",  # s since when a channel could not deliver

@@ -79,6 +79,7 @@ class Node:
         self.learned = Learned()
         self.signals: dict[AlertKey, Signal] = {}
         self.facts: dict[str, EngineFacts] = {}
+        self.routers: dict[str, EngineFacts] = {}
         self.gpus: dict[str, GpuFacts] = {}
         self.gpu_seen_at: dict[str, float] = {}
         self.gone: dict[str, GpuFacts] = {}  # GPUs that have ended: what closes with them is told by their index
@@ -109,6 +110,11 @@ class Node:
             self.first_at = batch.at
         if batch.engine is not None:
             self._take_engine(batch.engine, batch.at)
+        for reading in batch.readings:
+            if reading.name == "user_requests":
+                self.users[reading.subject] = batch.at
+        if batch.router is not None:
+            self.routers[batch.router.target] = batch.router
         for gpu in batch.gpus or ():
             self.gpus[gpu.uuid] = gpu
             self.gpu_seen_at[gpu.uuid] = batch.at
@@ -172,7 +178,7 @@ class Node:
         users = {address: Target(address, (address,), self.setup.slo) for address in self.users}
         full = {u: share for u, (_, share) in self.learned.gpu_full_at_start.items()}
         return Scene(self.windows, now, self.setup.node, self.setup.slo, targets, self.gpus, self.sources, users,
-                     self.learned.told, full, watched_s)
+                     self.learned.told, full, watched_s, routers=tuple(self.routers))
 
     def _learn_full_gpus(self) -> None:
         """What share of a GPU's memory its engine holds 10 m after its start: what is so by design wakes nobody."""

@@ -254,6 +254,9 @@ def doctor_report(answer: Answer) -> Report:
         report.append(_found_table(told, target.get("found") or ()))
         if target.get("error"):
             report.append(f"MISSING  target {clean(target.get('target'))}: {clean(target['error'])}")
+    for router in answer.get("routers") or ():
+        told = ("router", *(router.get(key) for key in ("target", "url", "kind")))
+        report.append(_found_table(told, router.get("found") or ()))
     for gpu in answer["gpus"]:
         told = (f"GPU {gpu.get('index')}", gpu.get("name"), gpu.get("bdf"), gpu.get("uuid"))
         report.append(_found_table(told, gpu.get("found") or ()))

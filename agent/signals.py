@@ -7,6 +7,7 @@ a sample: agent/engines/*.yaml. A signal is computed for one rule, since window,
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class Target:
     first_seen_at: float = 0.0
     ever_up: bool = True
     startup_within_s: float = 600.0
+    address: str = ""  # host:port, as routers name it
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Scene:
     told: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # signal -> subject -> text, as drilld says
     gpu_full_at_start: Mapping[str, float] = field(default_factory=dict)
     clip_windows_to_s: float | None = None  # `tocsin check` without an agent: windows as long as it watched
+    routers: tuple[str, ...] = ()
     memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # what several rules ask of one tick
 
     def target_of(self, subject: str) -> Target | None:
@@ -498,7 +501,10 @@ def errors_and_requests(ask: Ask, target: Target, start: float) -> tuple[float, 
     """
     memo = ask.scene.memo
     if (target.name, "errors", start) not in memo:
-        memo[(target.name, "errors", start)] = count_errors(ask.windows, target, start, ask.now)
+        own = count_errors(ask.windows, target, start, ask.now)
+        routed = count_routed(ask.scene, target, start)
+        # the router's word is better, if it is through this router that most requests come
+        memo[(target.name, "errors", start)] = routed if routed is not None and 2 * routed[1] >= own[1] else own
     counts: tuple[float, float, str] = memo[(target.name, "errors", start)]
     return counts
 
@@ -510,9 +516,24 @@ def count_errors(windows: Windows, target: Target, start: float, now: float) -> 
     finished = [windows.increases(engine, "finished", start) for engine in tellers(windows, target, "finished")]
     from_http = sum(v for k, v in by_status.items() if k.startswith("5") or k == "429")
     from_engine = sum(f.get("error", 0.0) for f in finished) + refused
+    sent, failed = (windows.increase(target.name, name, start) for name in ("canary_requests", "canary_errors"))
     if by_status:
-        return max(from_http, from_engine), max(sum(by_status.values()), from_engine), "engine (lower bound)"
-    return from_engine, sum(sum(f.values()) for f in finished) + refused, "engine's finish reasons (lower bound)"
+        errors, n = max(from_http, from_engine), max(sum(by_status.values()), from_engine)
+        return max(0.0, errors - failed), max(0.0, n - sent), "engine (lower bound)"
+    n = sum(sum(f.values()) for f in finished) + refused
+    return max(0.0, from_engine - failed), max(0.0, n - sent), "engine's finish reasons (lower bound)"
+
+
+def count_routed(scene: Scene, target: Target, start: float) -> tuple[float, float, str] | None:
+    """(errors, requests, how) of a target as a router counts them; None where none tells its share."""
+    for router in scene.routers:
+        if not told(scene.windows, router, "router_worker_requests", scene.now):
+            continue
+        n, errors = (sum(rise for key, rise in scene.windows.increases(router, name, start).items()
+                         if replica_of(target, key)) for name in ("router_worker_requests", "router_worker_errors"))
+        if n > 0:
+            return errors, n, f"router {router}"
+    return None
 
 
 def told(windows: Windows, subject: str, name: str, now: float) -> bool:
@@ -526,7 +547,7 @@ def error_trouble(ask: Ask, target: Target) -> Signal | None:
         return ask.gap(Why.MISSING, "no page was read yet")
     if all(ask.scene.sleeps(e) for e in target.engines):
         return ask.na("asleep")
-    if told(ask.windows, target.name, "http", ask.now):
+    if told(ask.windows, target.name, "http", ask.now) or count_routed(ask.scene, target, ask.start()) is not None:
         return None
     by = ask.scene.tellers(target, "finished")
     return next((trouble for e in by if (trouble := ask.problem("finished", e))), None)
@@ -581,7 +602,9 @@ def errors_watched_s(ask: Ask, judged: list[Target], pairs: Sequence[Mapping[str
 
 def errors_told_by(ask: Ask, target: Target) -> list[tuple[str, str]]:
     """The (subject, name) that tell a target's errors."""
-    return [(target.name, "http"), *((by, "finished") for by in ask.scene.tellers(target, "finished"))]
+    routed = [(r, "router_worker_requests") for r in ask.scene.routers
+              if any(replica_of(target, key) for key in ask.windows.keys(r, "router_worker_requests"))]
+    return [(target.name, "http"), *((by, "finished") for by in ask.scene.tellers(target, "finished")), *routed]
 
 
 @lru_cache(256)
@@ -593,8 +616,9 @@ def span(seconds: float) -> str:
 
 def error_told_at(ask: Ask, target: Target) -> float:
     """When a target's errors were last read."""
-    at = ask.windows.told_at(target.name, "http")
-    return ask.told_at("finished", *ask.scene.tellers(target, "finished")) if at is None else at
+    told_at = [at for subject, name in errors_told_by(ask, target)
+               if (at := ask.windows.told_at(subject, name)) is not None]
+    return max(told_at, default=ask.now)
 
 
 def burn(ask: Ask, targets: list[Target], window_s: float, slo: Slo) -> tuple[float, float]:
@@ -952,9 +976,9 @@ def error_rate(ask: Ask) -> Signal:
     trouble = error_trouble(ask, ask.target)
     if trouble:
         return trouble
-    uncovered = ask.uncovered("finished", ask.scene.tellers(ask.target, "finished")[0])
-    if uncovered and ask.uncovered("http"):
-        return uncovered
+    uncovered = [ask.uncovered(name, subject) for subject, name in errors_told_by(ask, ask.target)]
+    if all(uncovered):
+        return next(signal for signal in uncovered[::-1] if signal)
     errors, n, how = errors_and_requests(ask, ask.target, ask.start())
     if n <= 0:
         return ask.idle("no requests")
@@ -1037,19 +1061,62 @@ def engine_stuck(ask: Ask) -> Signal:
     """
     sleeping = ask.asleep()
     running, waiting = ask.latest("running"), ask.latest("waiting")
-    if sleeping or isinstance(running, Signal) or isinstance(waiting, Signal):
-        return sleeping or unanswered(ask) or next(s for s in (running, waiting) if isinstance(s, Signal))
+    outstanding = canary_waits(ask)
+    if sleeping:
+        return sleeping
+    if isinstance(running, Signal) or isinstance(waiting, Signal):
+        gone = next(s for s in (running, waiting) if isinstance(s, Signal))
+        return unanswered(ask) or (outstanding if outstanding is not None and outstanding.value else gone)
     kv = ask.windows.latest(ask.subject, "kv_usage", ask.now)
     flat_limit_s, queue_limit_s = float(ask.rule.params["flat"]), float(ask.rule.params["queue"])
     told = bool(progress_series(ask, ask.subject))  # what tells of no progress is not flat
     flat_s = held_s(ask, flat_limit_s, lambda runs, waits: runs + waits > 0, flat=True) if told else 0.0
+    routed_s = routed_and_flat_s(ask, flat_limit_s) if told else 0.0
     queue_s = 0.0
     if isinstance(kv, Sample) and kv.value < EMPTY_KV:
         queue_s = held_s(ask, queue_limit_s, lambda runs, waits: waits > 0 and runs <= 0, flat=False)
-    value = max(flat_s / flat_limit_s, queue_s / queue_limit_s)
-    return ask.value(value, at=min(running.at, waiting.at),
-                     evidence={"running": running.value, "waiting": waiting.value, "flat_s": flat_s,
-                               "waiting_alone_s": queue_s})
+    value = max(flat_s / flat_limit_s, routed_s / flat_limit_s, queue_s / queue_limit_s)
+    evidence = {"running": running.value, "waiting": waiting.value, "flat_s": flat_s, "waiting_alone_s": queue_s}
+    evidence |= {"flat_while_routed_s": routed_s} if routed_s else {}
+    if outstanding is not None:
+        evidence |= outstanding.evidence
+        value = max(value, outstanding.value or 0.0)
+    return ask.value(value, at=min(running.at, waiting.at), evidence=evidence)
+
+
+def canary_waits(ask: Ask) -> Signal | None:
+    """L2 by the canary: it has waited for `outstanding`, and no counter moved for `seen`. None: there is no canary.
+
+    In a real hang vLLM's page says running 0 and waiting 0, and stays so: then this alone sees it.
+    """
+    assert ask.target is not None  # noqa: S101
+    age = ask.windows.latest(ask.target.name, "canary_age_s", ask.now)
+    if not isinstance(age, Sample):
+        return None
+    seen_s, outstanding_s = float(ask.rule.params["seen"]), float(ask.rule.params["outstanding"])
+    since = ask.now - 2 * seen_s - age.value
+    moved_at = progress_at(ask, ask.subject, since) or since
+    flat_s = ask.now - max(moved_at, ask.windows.restarted_at(ask.subject, "running") or since)
+    value = min(flat_s / seen_s, age.value / outstanding_s)
+    return ask.value(value, at=age.at, evidence={"canary_waits_s": age.value, "flat_with_canary_s": flat_s})
+
+
+def routed_and_flat_s(ask: Ask, limit_s: float) -> float:
+    """Seconds for which a router had requests in flight at this engine while no counter of it moved."""
+    assert ask.target is not None  # noqa: S101
+    since = ask.now - 2 * limit_s - 3 * ask.windows.interval_s
+    moved_at, restarted_at = progress_at(ask, ask.subject, since), ask.windows.restarted_at(ask.subject, "running")
+    floor = max(moved_at or since, restarted_at or since)
+    longest = 0.0
+    for router in ask.scene.routers:
+        for key in ask.windows.keys(router, "router_worker_inflight"):
+            if not replica_of(ask.target, key):
+                continue
+            busy = list(takewhile(lambda row: row[1] > 0,
+                                  ask.windows.backward(router, ("router_worker_inflight", key))))
+            if busy and ask.windows.problem(router, "router_worker_inflight", ask.now) is None:
+                longest = max(longest, ask.windows.watched_s(ask.subject, "running", max(floor, busy[-1][0])))
+    return longest
 
 
 def unanswered(ask: Ask) -> Signal | None:
@@ -1198,7 +1265,7 @@ SIGNALS: Mapping[str, tuple[SignalSpec, Callable[[Ask], Signal]]] = {row[0].id: 
     _row("engine_stopped", "count", "target", "failed reads in a row while it starts or was asked to stop",
          engine_stopped),
     _row("engine_stuck", "of limit", "engine", "time without progress while work is in flight", engine_stuck,
-         flat="duration", queue="duration"),
+         flat="duration", queue="duration", seen="duration", outstanding="duration"),
     _row("blind", "count", "any", "required signals that cannot be measured", _told_elsewhere),
     _row("user_ttft_slow_share", "ratio", "user", "share of first tokens that users got later than the SLO",
          slow_signal("user_ttft"), windowed=True, counted=True, limit="slo"),
@@ -1227,6 +1294,54 @@ def subjects(scene: Scene, spec: SignalSpec) -> list[str]:
                      "group": groups, "user": list(scene.users)}[spec.subject]
     found: list[str] = memo[key]
     return found
+
+
+ROUTER_COUNTS = ("router_requests", "router_errors", "router_responses", "router_retries", "router_worker_requests",
+                 "router_worker_errors")
+ROUTER_LEVELS = ("router_worker_up", "router_worker_inflight", "router_inflight", "router_queue")
+ROUTER_SPANS_S = (60.0, 300.0)
+
+
+def router_signals(scene: Scene) -> list[Signal]:
+    """What routers count, judged by no rule: one signal a series, its key in the evidence.
+
+    A count's value is what it has risen since it was first read, through restarts of the router; `rise_60s` and
+    `rise_300s` are that of the last minute and of five.
+    """
+    return [signal for router in scene.routers for name in (*ROUTER_COUNTS, *ROUTER_LEVELS)
+            for signal in router_series(scene, router, name)]
+
+
+def router_series(scene: Scene, router: str, name: str) -> list[Signal]:
+    """Every series of one number of a router, or why there is none."""
+    windows, is_count = scene.windows, name in ROUTER_COUNTS
+    trouble = windows.problem(router, name, scene.now)
+    unit = "count" if is_count else "requests"
+    if trouble is not None:
+        missing = windows.gaps.get((router, name)) or trouble  # a counter that has not counted yet was never told
+        if missing.code is Why.NOT_SUPPORTED:
+            return [Signal(name, router, "na", scene.now, unit=unit, why=missing.why)]
+        if windows.track_of(router, name) is None and (router, name) not in windows.gaps:
+            return [Signal(name, router, "value", scene.now, 0.0, unit, evidence={"key": ""})] if is_count else []
+        return [Signal(name, router, "gap", scene.now, unit=unit, why=missing.why, code=missing.code)]
+    found = []
+    for key in sorted(windows.keys_now(router, name)):
+        latest = windows.latest(router, name, scene.now, key)
+        if not isinstance(latest, Sample):
+            continue
+        evidence: dict[str, Any] = {"key": key}
+        if name.startswith("router_worker"):
+            evidence["worker"] = key
+        if is_count:
+            evidence |= {f"rise_{span_s:.0f}s": windows.increase(router, name, scene.now - span_s, key=key)
+                         for span_s in ROUTER_SPANS_S}
+        found.append(Signal(name, router, "value", latest.at, latest.value, unit, evidence=evidence))
+    return found
+
+
+def replica_of(target: Target, worker: str) -> bool:
+    """Whether a router's word for a replica means this target: its address, with or without scheme and path."""
+    return bool(target.address) and re.sub(r"^\w+://|/.*$", "", worker) == target.address
 
 
 def compute(scene: Scene, rules: list[Rule], resolved_at: Mapping[tuple[str, str], float],

@@ -61,6 +61,10 @@ MAY_IMPORT: dict[str, Row] = {
         "agent.engines.pages agent.engines.trtllm_json agent.exposition agent.model agent.sources.fetch", WORLD
     ),
     "agent.sources.fetch": Row("agent.model", WORLD),
+    "agent.sources.probe": Row("agent.model agent.sources.fetch", WORLD),
+    "agent.sources.router": Row(
+        "agent.engines agent.engines.pages agent.exposition agent.model agent.sources.fetch", WORLD
+    ),
     "agent.sources.nvml": Row("agent.model agent.sources.nvml_values", WORLD),
     "agent.sources.nvml_values": Row("agent.model", "pynvml"),
     "agent.notifiers": Row(
@@ -80,11 +84,13 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sdnotify": Row("", "os socket time"),
     "agent.client": Row("", "http pathlib socket"),
     "agent.loop": Row(
-        "agent.model agent.node agent.notifiers agent.outbox agent.store agent.web.metrics agent.windows", WORLD
+        "agent.model agent.node agent.notifiers agent.outbox agent.signals agent.store agent.web.metrics agent.windows",
+        WORLD,
     ),
     "agent.daemon": Row(
         "agent.config agent.loop agent.model agent.node agent.notifiers agent.outbox agent.sdnotify agent.signals"
-        " agent.sources.engine agent.sources.nvml agent.store agent.strict agent.web.app agent.web.server rules",
+        " agent.sources.engine agent.sources.nvml agent.sources.probe agent.sources.router agent.store agent.strict"
+        " agent.web.app agent.web.server rules",
         WORLD,
     ),
     # The command line, which no daemon imports.

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from agent.engines import (
     KINDS,
+    ROUTER_KINDS,
     Absent,
     Alias,
     Chosen,
@@ -383,9 +384,14 @@ class PageReader:
         shown = ", ".join(list(page.families)[:SHOWN_FAMILIES]) or "none"
         more = f" and {len(page.families) - SHOWN_FAMILIES} more" if len(page.families) > SHOWN_FAMILIES else ""
         muted = next((m for m in self._maps if is_muted(m, page.families)), None)
-        unknown = f"no engine that this version knows (only {known}) writes this page; its families: {shown}{more}"
+        role = self._maps[0].role
+        unknown = f"no {role} that this version knows (only {known}) writes this page; its families: {shown}{more}"
         why = against or unknown
         remedy = "give the address of a /metrics page of " + known
+        elsewhere = None if against else self._of_the_other_role(page)
+        if elsewhere is not None:
+            why = f"this is {elsewhere.title}, {'a router' if elsewhere.role == 'router' else 'an engine'}; {why}"
+            remedy = f"write it under {elsewhere.role}s:"
         if muted is not None and not against:
             why = f"{why}; if it is {muted.title}, {muted.muted}"
             remedy = muted.unmute
@@ -394,6 +400,11 @@ class PageReader:
                       for name in engine_map.quantities)
         holes = [_Hole((name, self.target, ""), Why.MISSING, f"{why}: {remedy}") for name in engine_map.quantities]
         return EngineFacts(self.target, (), kind="unknown", found=found, closed=tuple(sorted(self._closed))), holes
+
+    def _of_the_other_role(self, page: Page) -> EngineMap | None:
+        """A router where engines are, or an engine where routers are."""
+        kinds = ROUTER_KINDS if self._maps[0].role == "engine" else KINDS
+        return detect([load_map(kind) for kind in kinds], page.families)[0]
 
     def _understood(
         self, page: Page, names: Names, restarted: bool, layout: list[tuple[str, Mapping[str, str]]]

@@ -1,4 +1,4 @@
-"""trtllm-serve's own page: a JSON list of what its iterations counted since somebody last read it, as a Prometheus page.
+"""trtllm-serve's own page, a JSON list of what its iterations counted since somebody last read it, as an exposition.
 
 The names (`trtllm_json_…`) are ours, so that the map can say of each number where it comes from. Pure.
 """

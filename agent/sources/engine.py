@@ -10,13 +10,12 @@ import threading
 import time
 from contextlib import suppress
 from typing import NamedTuple
-from urllib.parse import urlsplit, urlunsplit
 
 from agent.engines import trtllm_json
 from agent.engines.pages import PageReader
 from agent.exposition import ACCEPT, MAX_BYTES, PageError, check_length, decode
 from agent.model import Batch, Gap, Sample, Why
-from agent.sources.fetch import Answer, Fetcher, FetchError
+from agent.sources.fetch import Answer, Fetcher, FetchError, without_secrets
 
 CONNECT_S = 1.0
 TOTAL_S = 3.0  # connecting included
@@ -215,12 +214,6 @@ class _Health:
             return _Asked(self._fetcher.get().status, None, time.monotonic())
         except FetchError as e:
             return _Asked(0, e.code, time.monotonic())
-
-
-def without_secrets(url: str) -> str:
-    """An address to show: without user, password and query."""
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def _status_text(answer: Answer) -> str:
