@@ -241,6 +241,19 @@ def test_a_health_of_503_is_down_though_the_page_is_served(server: PageServer, s
     source.close()
 
 
+def test_tgis_health_under_load_is_slow_and_not_down(server: PageServer) -> None:
+    """TGI#3241: /health said 503 under mere backpressure, and the replica was taken for dead."""
+    server.set_page(PAGES["tgi-3.3.7"](600.0))
+    server.set_health(503)
+    source = EngineSource("t", server.url, connect_s=0.3, total_s=SHORT_S, health_total_s=SHORT_S)
+    until(lambda: source.read(1.0).error is None and source._health.look() is not None)
+
+    assert ladder(source.read(2.0)) == (0, 1, 1)
+    server.set_page(PAGE)  # vLLM's 503 says that the core is dead
+    assert ladder(source.read(3.0)) == (1, 0, 1)
+    source.close()
+
+
 def test_a_health_that_is_well_is_left_alone(server: PageServer) -> None:
     """It costs some engines a slot: as often as is said, however often the page is read."""
     source = EngineSource("t", server.url, health_every_s=0.4)

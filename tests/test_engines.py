@@ -5,11 +5,13 @@ The pages are those of tests/engine_pages.py, whose head tells their story and s
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from functools import cache
 
 import pytest
 
+from agent import signals
 from agent.engines import KINDS, ROUTER_KINDS, detect, load_map
 from agent.engines.pages import PageReader
 from agent.exposition import Reader
@@ -161,19 +163,19 @@ def test_doctor_has_a_word_for_every_quantity(era: str) -> None:
 
 def test_what_sglangs_ranks_tell_is_not_added_up() -> None:
     """aibrix#1614: two tensor-parallel ranks each tell the whole: 4 waited, 50 were preempted; it was 2 and 25."""
-    facts, signals = played("sglang-0.5.12-tp2")
+    facts, of = played("sglang-0.5.12-tp2")
     assert facts.engines == ("t",)
-    assert signals[H1, "t"].evidence["waiting"] == 2
-    assert signals[H3, "t"].value == 25
-    assert signals[H8, "t"].evidence["slow_rank"] == "1"
+    assert of[H1, "t"].evidence["waiting"] == 2
+    assert of[H3, "t"].value == 25
+    assert of[H8, "t"].evidence["slow_rank"] == "1"
 
 
 def test_what_data_parallel_engines_count_together_is_counted_once() -> None:
     """SGLang's front counts first tokens for both engines: given to each, one request was two."""
-    facts, signals = played("sglang-0.5.23-dp2")
+    facts, of = played("sglang-0.5.23-dp2")
     assert facts.engines == ("t/0", "t/1")
-    assert signals[H5, "t"].evidence["n"] == pytest.approx(600)
-    assert signals[H1, "t/1"].evidence["waiting"] == 2
+    assert of[H5, "t"].evidence["n"] == pytest.approx(600)
+    assert of[H1, "t/1"].evidence["waiting"] == 2
 
 
 def test_sglangs_slo_inside_a_bucket_is_undecided() -> None:
@@ -195,6 +197,12 @@ def test_few_eager_steps_of_sglang_are_taken_for_none() -> None:
     signal = compute(scene, [built_in()[H4]], {})[H4, "t"]
     assert (signal.value, signal.method) == (0.0, "estimate")
     assert signal.evidence["eager_share"] == pytest.approx(0.1 / 19.6)
+
+
+def test_an_engines_own_rate_is_shown_and_never_judged() -> None:
+    """sglang#4244: gen_throughput sticks at its last value when idle. No signal reads it."""
+    assert "never judged" in found("sglang-0.5.8", "throughput").note
+    assert '"throughput"' not in inspect.getsource(signals)
 
 
 def test_a_clients_fault_is_no_error() -> None:

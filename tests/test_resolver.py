@@ -482,6 +482,16 @@ def test_engines_are_called_by_their_index_where_there_are_several(
     assert [value(readings, "running", subject) for subject in want] == [i + 1 for i in indices]
 
 
+def test_an_index_that_was_never_there_is_said() -> None:
+    """vllm-ascend#10049: the page of four data-parallel engines showed three of them from the start."""
+    reader = PageReader("t")
+    read(reader, dp(0, 1, 3))
+    assert "between 0 and 3 this page tells not 2" in found(reader, "page").note
+    reader = PageReader("t")
+    read(reader, dp(8, 9))  # an external load balancer's second node
+    assert "tells not" not in found(reader, "page").note
+
+
 def test_an_engine_of_several_that_is_gone_is_missing() -> None:
     """A router took engine 0's numbers for all; engine 1 had died."""
     reader = PageReader("t")

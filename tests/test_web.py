@@ -356,7 +356,7 @@ def metrics_of(server: Server) -> dict[tuple[str, tuple[tuple[str, str], ...]], 
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
-def test_what_routers_count_stands_beside_the_signals(unix: str) -> None:
+def test_what_routers_count_stands_beside_the_signals(unix: Server) -> None:
     """A drill's judge asks how the load was shared: the socket tells it, and no metric of ours does."""
     edge = json.loads(fetch(unix, "/signals")[2])[-1]
     assert (edge["id"], edge["subject"], edge["value"]) == ("router_requests", "edge", 8.0)

@@ -100,7 +100,7 @@ class EngineMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix: str  # its own families start so; they show the engine and make the build
     quantities: Mapping[str, Quantity]
     role: Literal["engine", "router"] = "engine"
-    url_paths: tuple[str, ...] = ()  # where its page stands if not at /metrics
+    is_health_load: bool = False  # its /health says 5xx under mere load: slow, and not down, while its page is served
     detect: tuple[str, ...] = ()  # families that show the engine, too
     bare: tuple[str, ...] = ()  # its own families that some versions write without the prefix
     engine_labels: tuple[str, ...] = ()  # the first that a series has tells engines apart

@@ -186,6 +186,11 @@ class PageReader:
         """What the target said of itself at its last good page; None before the first."""
         return None if self._plan is None else self._plan.facts
 
+    @property
+    def is_health_load(self) -> bool:
+        """Whether this engine's /health says 5xx under mere load."""
+        return self._map is not None and self._map.is_health_load
+
     def read(self, body: bytes, content_type: str, at: float) -> list[Sample | Gap]:
         """The readings of one page (decompressed).
 
@@ -553,9 +558,19 @@ class PageReader:
         notes = []
         if isinstance(names.quantities.get("process_start"), Absent):
             notes.append("no process start time: several API servers write this page")
+        lacking = _between(self._indices)
+        if lacking:
+            notes.append(f"of the engines between {self._indices[0]} and {self._indices[-1]} this page tells not "
+                         + ", ".join(lacking))
         if self._removed:
             notes.append("gone since the last build: " + ", ".join(self._removed))
         return Found("page", self.target, version, note="; ".join(notes))
+
+
+def _between(indices: Sequence[str]) -> list[str]:
+    """The indices that a gapless count from the first to the last would have, too."""
+    known = [int(index) for index in indices if index.isdigit()]
+    return [str(i) for i in range(min(known), max(known)) if i not in known] if known else []
 
 
 def _is_same(plan: _Plan, page: Page, layout: list[tuple[str, Mapping[str, str]]]) -> bool:

@@ -136,8 +136,9 @@ class EngineSource:
         climbed = _climbed(failure, health)
         readings: list[Sample | Gap] = [Sample("rung", self.target, float(climbed), now)]
         timed_out = failure is not None and failure.code is Why.TIMEOUT
-        readings.append(Sample("slow", self.target, float(timed_out or late), now))
-        if (health is not None and health.is_5xx) or (failure is not None and failure.is_down):
+        is_loaded = health is not None and health.is_5xx and failure is None and self._pages.is_health_load
+        readings.append(Sample("slow", self.target, float(timed_out or late or is_loaded), now))
+        if (health is not None and health.is_5xx and not is_loaded) or (failure is not None and failure.is_down):
             readings.append(Sample("down", self.target, 1.0, now))
         elif failure is not None and (timed_out or not failure.connected):
             readings.append(Gap("down", self.target, failure.code, error, now))  # nobody knows
