@@ -650,8 +650,8 @@ def without_function(config: Config) -> list[str]:
     for name, item in channels(config):
         said += [f"notify: {name}: {key}" for key in ("quiet", "repeat") if getattr(item, key) is not None]
     notes = [f"{key}: this version checks it and does not act on it" for key in said]
-    if not config.engines:
-        notes.append("engines: none is configured, and this version finds none by itself; name them under `engines:`")
+    if not config.engines and not config.discover:
+        notes.append("engines: none is configured, and discovery is off; name them under `engines:`")
     return notes
 
 

@@ -16,11 +16,22 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 import structlog
 
-from agent.model import Alert, AlertMessage, Batch, Book, EngineFacts, Sample, Signal, Source, Transition
+from agent.model import (
+    Alert,
+    AlertMessage,
+    Batch,
+    Book,
+    EngineFacts,
+    FoundEngine,
+    Sample,
+    Signal,
+    Source,
+    Transition,
+)
 from agent.node import Node
 from agent.notifiers import Route, owed_to
 from agent.outbox import ChannelStatus, Outbox
-from agent.signals import router_signals
+from agent.signals import Target, router_signals
 from agent.store import FrameRow, LayoutRow, NotSaved, Store, StoreError
 from agent.web.metrics import SourceStat
 from agent.windows import COARSE_KEEP_S, LATE_INTERVALS, RAW_KEEP_S, Row, SeriesKey
@@ -40,6 +51,9 @@ MADE_FROM: Mapping[str, tuple[str, ...]] = {
 HISTORY_ROWS = 200  # past transitions in `tocsin alerts`
 
 
+Adopt = Callable[[FoundEngine], tuple[Target, Source]]  # an engine that discovery found, as a target and its source
+
+
 @runtime_checkable
 class Asks(Protocol):
     """A source that asks an engine for work (the canary). `held`: it must not."""
@@ -55,6 +69,7 @@ class Slot:
     source: Source
     thread: threading.Thread
     go: threading.Event
+    ended: bool = False  # it is read no more
     reading: bool = False
     fresh: Batch | None = None  # read, not yet taken by a tick
     last: Batch | None = None
@@ -73,18 +88,32 @@ class Collector:
         self._stopping = False
         self.slots: dict[str, Slot] = {}
         for source in sources:
-            name = source.name
-            thread = threading.Thread(target=self._serve, args=(name,), name=f"source {name}", daemon=True)
-            self.slots[name] = Slot(source, thread, threading.Event(), answered_at=monotonic())
-        for slot in self.slots.values():
-            slot.thread.start()
+            self.add(source)
+
+    def add(self, source: Source) -> None:
+        """One more source, read from the next round on."""
+        thread = threading.Thread(target=self._serve, args=(source.name,), name=f"source {source.name}", daemon=True)
+        slot = Slot(source, thread, threading.Event(), answered_at=self._monotonic())
+        with self._answered:
+            self.slots = {**self.slots, source.name: slot}  # others walk over the old one
+        thread.start()
+
+    def remove(self, name: str) -> None:
+        """Read a source no more. What hangs in it is left behind."""
+        with self._answered:
+            slot = self.slots[name]
+            self.slots = {other: kept for other, kept in self.slots.items() if other != name}
+            slot.ended = True
+            slot.reading = False
+        slot.go.set()
+        slot.source.close()
 
     def _serve(self, name: str) -> None:
         slot = self.slots[name]
         while True:
             slot.go.wait()
             slot.go.clear()
-            if self._stopping:
+            if self._stopping or slot.ended:
                 return
             now = self._clock()
             try:
@@ -143,6 +172,8 @@ class Agent:
                  clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.node, self.collector, self.store = node, collector, store
         self.notes = list(notes)
+        self.adopt: Adopt | None = None  # None: what discovery finds is not read
+        self._adopted: dict[str, str] = {}  # engine that discovery found -> its kind
         self.routes: Sequence[Route] = ()
         self.outbox: Outbox | None = None
         self._clock, self._monotonic = clock, monotonic
@@ -184,6 +215,7 @@ class Agent:
             with self._lock:
                 for batch in batches:
                     self.node.take(batch)
+                self._follow(now, next((b.found for b in batches[::-1] if b.found is not None), None))
                 for address, readings in self._probed.items():
                     self.node.take_user(address, readings, readings[0].at)
                 self._probed = {}
@@ -204,6 +236,29 @@ class Agent:
         if notices and self.outbox is not None:
             self.outbox.wake()
         self._ticked_mono, self._tick_at = mono, now
+
+    def _follow(self, now: float, found: Sequence[FoundEngine] | None) -> None:
+        """Read what discovery found; leave what has ended and not come back for 10 m."""
+        if self.adopt is None:
+            return
+        if found is not None:
+            self.node.see(found, now)
+        for name, engine in self.node.found_engines().items():
+            known = self._adopted.get(name)
+            if known == engine.kind:
+                continue
+            if known is not None:
+                self.collector.remove(f"engine:{name}")  # another engine listens there now
+            self._adopted[name] = engine.kind
+            target, source = self.adopt(engine)
+            self.node.add_target(target)
+            self.collector.add(source)
+            log.info("engine_found", engine=name, kind=engine.kind, how=engine.how)
+        for name in self.node.lost_engines(now) if found is not None else ():
+            self.node.drop_target(name)
+            self.collector.remove(f"engine:{name}")
+            del self._adopted[name]
+            log.info("engine_gone", engine=name, text="its process has ended and not come back")
 
     def _hold_canaries(self) -> None:
         """An engine that sleeps is asked nothing: the question would wake it, or fail."""
@@ -454,7 +509,8 @@ def doctor_report(node: Node, slots: Mapping[str, Slot], mono: float) -> dict[st
         targets.append({"target": target.name, "url": getattr(slot.source, "url", None) if slot else None,
                         "kind": facts.kind, "model": facts.model, "build": facts.build,
                         "engines": list(facts.engines), "error": slot.last.error if slot and slot.last else None,
-                        "found": [f._asdict() | {"required": f.name in required} for f in facts.found]})
+                        "found": [f._asdict() | {"required": f.name in required} for f in facts.found],
+                        "notes": node.advice(target.name)})
     routers = [{"target": name, "url": getattr(slots[source].source, "url", None), "kind": facts.kind, "model": None,
                 "build": facts.build, "engines": [], "error": _error_of(slots[source]),
                 "found": [f._asdict() | {"required": False} for f in facts.found]}

@@ -99,6 +99,19 @@ class GpuFacts:
     bdf: str
     limit_c: float | None = None  # the card's own limit, where it tells one; 127 is none
     found: tuple[Found, ...] = ()
+    pids: tuple[int, ...] = ()  # of processes that compute on it, where NVML tells
+
+
+class FoundEngine(NamedTuple):
+    """An engine that discovery found. `pids`: its processes; `ranks`: process -> rank, where it says so."""
+
+    name: str  # host:port, the subject that it gets
+    url: str
+    kind: str
+    how: str
+    port: int
+    pids: tuple[int, ...] = ()
+    ranks: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +130,7 @@ class Batch:
     error: str | None = None
     hung_s: float = 0.0
     router: EngineFacts | None = None  # what a router says of itself; it has no engines
+    found: tuple[FoundEngine, ...] | None = None  # engines on this machine, where one looked for them
 
 
 class Source(Protocol):

@@ -48,6 +48,7 @@ class Target:
     ever_up: bool = True
     startup_within_s: float = 600.0
     address: str = ""  # host:port, as routers name it
+    port: int = 0  # of this machine; 0: it is another's
 
 
 @dataclass(frozen=True, slots=True)
@@ -1337,6 +1338,18 @@ def router_series(scene: Scene, router: str, name: str) -> list[Signal]:
                          for span_s in ROUTER_SPANS_S}
         found.append(Signal(name, router, "value", latest.at, latest.value, unit, evidence=evidence))
     return found
+
+
+def imbalance(values: Mapping[str, float]) -> dict[str, Any] | None:
+    """How far apart the engines of a target are: largest ÷ smallest, which are fast, and all together.
+
+    Never one of them for all, never their mean: either hides the slow ones. None: fewer than two, or one stands.
+    """
+    if len(values) < 2 or min(values.values()) <= 0:
+        return None
+    least, most = min(values.values()), max(values.values())
+    return {"max_over_min": most / least, "total": sum(values.values()),
+            "fast": [subject for subject, value in values.items() if value > math.sqrt(least * most) and most > least]}
 
 
 def replica_of(target: Target, worker: str) -> bool:

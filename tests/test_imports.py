@@ -61,6 +61,9 @@ MAY_IMPORT: dict[str, Row] = {
         "agent.engines.pages agent.engines.trtllm_json agent.exposition agent.model agent.sources.fetch", WORLD
     ),
     "agent.sources.fetch": Row("agent.model", WORLD),
+    "agent.sources.discovery": Row(
+        "agent.engines agent.exposition agent.model agent.sources.fetch", WORLD
+    ),
     "agent.sources.probe": Row("agent.model agent.sources.fetch", WORLD),
     "agent.sources.router": Row(
         "agent.engines agent.engines.pages agent.exposition agent.model agent.sources.fetch", WORLD
@@ -89,13 +92,15 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "agent.daemon": Row(
         "agent.config agent.loop agent.model agent.node agent.notifiers agent.outbox agent.sdnotify agent.signals"
-        " agent.sources.engine agent.sources.nvml agent.sources.probe agent.sources.router agent.store agent.strict"
-        " agent.web.app agent.web.server rules",
+        " agent.sources.discovery agent.sources.engine agent.sources.nvml agent.sources.probe agent.sources.router"
+        " agent.store agent.strict agent.web.app agent.web.server rules",
         WORLD,
     ),
     # The command line, which no daemon imports.
     "agent.oneshot": Row(
-        "agent.config agent.daemon agent.loop agent.model agent.node agent.signals agent.windows", "time"
+        "agent.config agent.daemon agent.loop agent.model agent.node agent.signals agent.sources.discovery"
+        " agent.windows",
+        "msgspec time",
     ),
     "agent.record": Row("agent.exposition agent.model agent.sources.fetch", WORLD),
     "agent.show": Row("agent.words", "rich shutil"),

@@ -146,6 +146,14 @@ def test_values_follow_the_scenario(start: Start) -> None:
     assert (first.value(0, "gpu_sm_clock_mhz"), second.value(0, "gpu_sm_clock_mhz")) == (1980.0, 1170.0)
 
 
+def test_whose_processes_compute_on_a_gpu(start: Start) -> None:
+    """By them an engine is known to be on it; a library that does not tell costs nothing."""
+    seen = start(node({"pids": [4711, 42]})).read()
+    assert seen.gpu(0).pids == (42, 4711)
+    assert start(node({"pids": []})).read().gpu(0).pids == ()
+    assert start(node({})).read().gpu(0).pids == ()
+
+
 def test_a_poll_of_eight_gpus_is_cheap(start: Start) -> None:
     """The monitor of eight GPUs must not be felt on the node: under 5 ms of CPU a poll."""
     reader = start(SCENARIOS / "healthy.json")

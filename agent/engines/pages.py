@@ -187,6 +187,11 @@ class PageReader:
         return None if self._plan is None else self._plan.facts
 
     @property
+    def unmute(self) -> str:
+        """The flag by which this engine tells of itself, where it is known which it is."""
+        return "" if self._map is None else self._map.unmute
+
+    @property
     def is_health_load(self) -> bool:
         """Whether this engine's /health says 5xx under mere load."""
         return self._map is not None and self._map.is_health_load
@@ -398,7 +403,7 @@ class PageReader:
             why = f"this is {elsewhere.title}, {'a router' if elsewhere.role == 'router' else 'an engine'}; {why}"
             remedy = f"write it under {elsewhere.role}s:"
         if muted is not None and not against:
-            why = f"{why}; if it is {muted.title}, {muted.muted}"
+            why = f"if it is {muted.title}, {muted.muted}; {why}"
             remedy = muted.unmute
         engine_map = self._maps[0]
         found = tuple(Found(name, self.target, None, why=why, remedy=remedy, code=Why.MISSING)
@@ -556,8 +561,9 @@ class PageReader:
     def _say_page(self, names: Names) -> Found:
         version = f"{names.map.title} {names.at_least} or later, by its names" if names.at_least else names.map.title
         notes = []
-        if isinstance(names.quantities.get("process_start"), Absent):
-            notes.append("no process start time: several API servers write this page")
+        start = names.quantities.get("process_start")
+        if isinstance(start, Absent) and names.map.quantities["process_start"].names:  # else it never has one
+            notes.append(start.why)
         lacking = _between(self._indices)
         if lacking:
             notes.append(f"of the engines between {self._indices[0]} and {self._indices[-1]} this page tells not "
@@ -584,7 +590,8 @@ def _columns(ones: Sequence[_One]) -> _Columns:
 
 def _spelt(had: Chosen) -> str:
     """The metric's name for people: with its `_total`, unless the page writes it in a way of its own."""
-    return had.alias.name if had.alias.name.removesuffix("_total") == had.family else had.family
+    name = had.alias.name if had.alias.name.removesuffix("_total") == had.family else had.family
+    return name if had.alias.over is None else f"{name} / {had.alias.over.name}"
 
 
 def _is_plain(name: str, quantity: Quantity) -> bool:

@@ -116,7 +116,7 @@ class EngineSource:
     def _page(self, now: float) -> list[Sample | Gap]:
         answer = self._answer()
         if answer.status != 200:
-            raise FetchError(Why.BAD_STATUS, _status_text(answer))
+            raise FetchError(Why.BAD_STATUS, _status_text(answer, self._pages.unmute))
         content_type = answer.headers.get("content-type", "")
         try:
             check_length(len(answer.body), answer.headers.get("content-length"))
@@ -217,7 +217,7 @@ class _Health:
             return _Asked(0, e.code, time.monotonic())
 
 
-def _status_text(answer: Answer) -> str:
+def _status_text(answer: Answer, unmute: str) -> str:
     status = answer.status
     if 300 <= status < 400:
         there = without_secrets(answer.headers.get("location", ""))[:200]
@@ -225,7 +225,8 @@ def _status_text(answer: Answer) -> str:
     advice = {
         401: "it wants credentials, and Tocsin sends none: let this machine read /metrics without",
         403: "it refuses us: let this machine read /metrics",
-        404: "no page at this path: is it the engine's own port, and are its metrics on?",
+        404: "no page at this path: is it the engine's own port, and are its metrics on?"
+        + (f" If they are off, {unmute}" if unmute else ""),
         501: "its metrics are off: llama.cpp needs --metrics",
     }.get(status)
     return f"HTTP {status}" + (f": {advice}" if advice else "")

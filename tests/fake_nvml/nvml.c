@@ -492,6 +492,29 @@ API int nvmlDeviceGetCurrentClocksThrottleReasons(Device *device, uint64_t *out)
 }
 
 typedef struct {
+    unsigned pid;
+    unsigned long long used_bytes;
+    unsigned gpu_instance, compute_instance;
+} ProcessInfo;
+
+API int nvmlDeviceGetComputeRunningProcesses_v3(Device *device, unsigned *count, ProcessInfo *out) {
+    Call call;
+    int code = enter_device(&call, "nvmlDeviceGetComputeRunningProcesses_v3", device);
+    if (code == SUCCESS) {
+        const Json *pids = find(&call, NULL, "pids");
+        unsigned room = out == NULL ? 0 : *count, found = 0;
+        if (pids == NULL || pids->type != J_ARRAY) code = NOT_SUPPORTED;
+        else {
+            for (const Json *pid = pids->child; pid != NULL; pid = pid->next, found++)
+                if (found < room) out[found] = (ProcessInfo){.pid = (unsigned)pid->number};
+            *count = found;
+            if (found > room) code = INSUFFICIENT_SIZE;
+        }
+    }
+    return leave(code);
+}
+
+typedef struct {
     uint64_t reference_time, violation_time;
 } ViolationTime;
 
