@@ -148,6 +148,26 @@ def test_every_router_in_its_own_words(server: PageServer, name: str) -> None:
     source.close()
 
 
+@pytest.mark.parametrize(
+    ("lines", "want"),
+    [
+        ("vllm_router_retries_exhausted_total 1", {"retries exhausted": 1}),
+        ('vllm_router_retries_exhausted_total 1\nvllm_router_request_errors_total{error_type="timeout"} 2',
+         {"retries exhausted": 1, "timeout": 2}),
+        ("", {}),
+    ],
+)
+def test_a_request_that_was_tried_in_vain_is_an_error(server: PageServer, lines: str, want: dict[str, float]) -> None:
+    """vllm-router 0.1.17 counts it neither as a request nor as an error, but as retries that are exhausted."""
+    server.set_page(RECORDED.decode() + lines + "\n")
+    source = RouterSource("edge", server.url)
+    batch = at(source, 0)
+    errors = {r.key: r.value for r in batch.readings if isinstance(r, Sample) and r.name == "router_errors"}
+    assert errors == want
+    assert not [r for r in batch.readings if isinstance(r, Gap) and r.name == "router_errors"]
+    source.close()
+
+
 def test_a_router_that_does_not_answer_is_a_gap_and_no_engine(server: PageServer) -> None:
     """Its port was closed: the numbers are unknown, and no engine is down by that."""
     source = RouterSource("edge", server.url)
