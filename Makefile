@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev test test-k8s run lint types heavy torture bench clean
+.PHONY: help setup setup-dev test test-k8s run lint types heavy vllm-router torture bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,6 +43,13 @@ types: setup-dev  ## mypy --strict
 heavy: setup-dev  ## the heavier tests: minutes, root, a real Prometheus and Alertmanager
 	$(BIN)/python -m pytest -m heavy
 
+vllm-router: .venv-router/.installed  ## a real vllm-router (PyPI) beside our environment, for a heavier test
+
+.venv-router/.installed:
+	$(PYTHON) -m venv --clear .venv-router
+	.venv-router/bin/python -m pip install --quiet --disable-pip-version-check 'vllm-router>=0.1.17'
+	@touch $@
+
 RUNS ?= 60
 torture: setup-dev  ## kill drills at random instants and look what is left (RUNS=1000; needs root and nftables)
 	$(BIN)/python -m tests.torture --runs $(RUNS)
@@ -52,7 +59,7 @@ bench: setup-dev  ## what bench/ measures, one after the other
 		echo "== python -m bench.$$script"; $(BIN)/python -m bench.$$script || exit 1; done
 
 clean:  ## remove .venv and the caches (not the state of `make run`)
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-router .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/bin/python:
 	@[ -n "$(PYTHON)" ] || { echo "tocsin needs Python 3.11 or newer; tried: $(CANDIDATES)." >&2; \

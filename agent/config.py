@@ -17,6 +17,7 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
+from agent.engines import KINDS, ROUTER_KINDS
 from agent.model import Severity, SignalSpec, Slo
 from agent.strict import (
     AS_SHARE,
@@ -48,7 +49,6 @@ __all__ = ["Config", "ConfigErrors", "Fault", "SecretUnreadable", "load_config",
 
 DEFAULT_PATH = Path("/etc/tocsin/tocsin.yaml")
 MAX_SECRET_BYTES = 64 * 1024
-ENGINE_MAPS = Path(__file__).parent / "engines"  # <kind>.yaml: the engines that we can read
 
 # ---- the forms of single values ----
 
@@ -264,12 +264,20 @@ Level = Annotated[float | str, Parse(above_zero(duration_s).to, words=("slo",), 
 Port = Annotated[int, Parse(_port, what="a port")]
 Netns = Annotated[str | int, Parse(_netns, what="a path, as /run/netns/engine, or a process's number")]
 EngineKind = Annotated[str, Parse(lambda text: _kind(text), text=True, words=("auto",))]
+RouterKind = Annotated[str, Parse(lambda text: _router_kind(text), text=True, words=("auto",))]
 
 
 def _kind(text: str) -> str:
-    kinds = [path.stem for path in ENGINE_MAPS.glob("*.yaml")]
-    if text not in kinds:
-        raise Unfit(f"engine kind {cut(text)!r} is unknown", did_you_mean(text, ("auto", *kinds)))
+    if text in ROUTER_KINDS:
+        raise Unfit(f"{text} is a router", "write it under routers")
+    if text not in KINDS:
+        raise Unfit(f"engine kind {cut(text)!r} is unknown", did_you_mean(text, ("auto", *KINDS)))
+    return text
+
+
+def _router_kind(text: str) -> str:
+    if text not in ROUTER_KINDS:
+        raise Unfit(f"router kind {cut(text)!r} is unknown", did_you_mean(text, ("auto", *ROUTER_KINDS)))
     return text
 
 
@@ -319,7 +327,7 @@ class RouterConfig(_Form, frozen=True):
 
     url: BaseUrl
     name: Name | None = None
-    kind: Annotated[str, Parse(_name, text=True, words=("auto",))] = "auto"
+    kind: RouterKind = "auto"
     at: str = field(name="_at", default="")
 
 
@@ -639,7 +647,7 @@ class Config(_Form, frozen=True):
 
 # Keys of the contract whose function this version does not have yet. An entry goes when its function comes.
 WITHOUT_FUNCTION: tuple[str, ...] = (
-    "routers", "gpus", "kernel_log", "sources", "cluster_rules", "pattern", "probe", "web",
+    "gpus", "kernel_log", "sources", "cluster_rules", "pattern", "web",
 )
 
 
@@ -649,8 +657,8 @@ def without_function(config: Config) -> list[str]:
     said = [key for key in WITHOUT_FUNCTION if getattr(config, key) != getattr(unset, key)]
     said += ["rules.xid"] if config.rules.xid else []
     notes = [f"{key}: this version checks it and does not act on it" for key in said]
-    if not config.engines:
-        notes.append("engines: none is configured, and this version finds none by itself; name them under `engines:`")
+    if not config.engines and not config.discover:
+        notes.append("engines: none is configured, and discovery is off; name them under `engines:`")
     return notes
 
 
@@ -862,9 +870,12 @@ def _drill_number_faults(drill: DrillConfig, places: Places) -> list[Fault]:
 
 def target_name(target: EngineConfig | RouterConfig) -> str:
     """The subject of a target: its configured name, else host:port."""
-    if target.name:
-        return target.name
-    url = urlsplit(target.url)
+    return target.name or address_of(target.url)
+
+
+def address_of(url_text: str) -> str:
+    """host:port of an address, with the port that its scheme means."""
+    url = urlsplit(url_text)
     host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
     return f"{host}:{url.port or (443 if url.scheme == 'https' else 80)}"
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -21,14 +22,17 @@ if __name__ == "__main__":  # structlog would take rich along for tracebacks in 
 import structlog
 
 from agent import sdnotify
-from agent.config import Config, host_port, load_all, slo_for, target_name, without_function
+from agent.config import Config, address_of, host_port, load_all, read_secret, slo_for, target_name, without_function
 from agent.loop import Agent, Collector
-from agent.model import Rule, Source
+from agent.model import FoundEngine, Rule, Source
 from agent.node import Node, Setup
 from agent.notifiers import Needs, build_channels, channel_names
 from agent.outbox import Outbox
 from agent.signals import CATALOGUE, Target
+from agent.sources.discovery import DiscoverySource, is_local
 from agent.sources.engine import EngineSource
+from agent.sources.probe import CanarySource
+from agent.sources.router import RouterSource
 from agent.store import Store, StoreError
 from agent.strict import ConfigErrors
 from agent.web.app import PRIVATE, PUBLIC, allowed_hosts, make_app
@@ -48,21 +52,46 @@ def setup_of(config: Config, rules: Sequence[Rule], *, clip_windows: bool = Fals
     """What a configuration says of the node."""
     targets = tuple(
         Target(target_name(e), (), slo_for(config, target_name(e)), e.profile, e.gpus,
-               startup_within_s=0.0 if clip_windows else e.startup_within)  # a check alone waits for no start
+               startup_within_s=0.0 if clip_windows else e.startup_within,  # a check alone waits for no start
+               address=address_of(e.url), port=local_port(e.url))
         for e in config.engines)
     return Setup(config.node or "", config.poll, slo_for(config), targets, tuple(rules), severity_of,
                  config.external_url, config.nvml != "off", clip_windows)
+
+
+def adopt(config: Config, found: FoundEngine, shape: bool | None) -> tuple[Target, Source]:
+    """An engine that nobody configured, as a target and its source."""
+    target = Target(found.name, (), slo_for(config), address=found.name, port=found.port)
+    return target, EngineSource(found.name, found.url, kind=found.kind, shape=shape)
+
+
+def local_port(url: str) -> int:
+    """The port of an address of this machine; 0 where it is another's."""
+    host, _, port = address_of(url).rpartition(":")
+    return int(port) if is_local(host.strip("[]")) else 0
 
 
 def sources_of(config: Config, shapes: dict[str, bool]) -> list[Source]:
     """Everything that a configuration has read. `shapes`: which targets had several engines at first sight."""
     sources: list[Source] = [EngineSource(target_name(e), e.url, kind=e.kind, shape=shapes.get(target_name(e)))
                              for e in config.engines]
+    sources += canaries_of(config)
+    sources += [RouterSource(target_name(router), router.url, kind=router.kind) for router in config.routers]
     if config.nvml != "off":
         from agent.sources.nvml import NvmlSource  # 4 MiB that a node without GPUs need not hold
 
         sources.append(NvmlSource())
     return sources
+
+
+def canaries_of(config: Config) -> list[Source]:
+    """A canary for each address that the configuration names; through an engine's own it also sees that one hang."""
+    asked, engines = config.probe.canary, {address_of(e.url): target_name(e) for e in config.engines}
+    has_key = asked.api_key_file is not None or asked.api_key_env is not None
+    slo_s = (config.slo.ttft_p99, config.slo.itl_p99)
+    return [CanarySource(url, asks=engines.get(address_of(url)), model=asked.model, every_s=asked.every, slo_s=slo_s,
+                         api_key=partial(read_secret, asked.api_key_file, asked.api_key_env) if has_key else None)
+            for url in dict.fromkeys(asked.urls)]
 
 
 def set_up_logging(stream: TextIO) -> None:
@@ -80,8 +109,11 @@ def build(config: Config, rules: RuleSet) -> Agent:
     store = Store(config.state_dir / DATABASE)
     shapes = {name: len(known["engines"]) > 1 or known["engines"][0] != name
               for name, known in ((store.meta("learned") or {}).get("targets") or {}).items() if known.get("engines")}
-    agent = Agent(Node(setup_of(config, rules.rules)), Collector(sources_of(config, shapes)), store,
+    sources = [*sources_of(config, shapes), *([DiscoverySource()] if config.discover else [])]
+    agent = Agent(Node(setup_of(config, rules.rules)), Collector(sources), store,
                   notes=[*without_function(config), *rules.notes])
+    if config.discover:
+        agent.adopt = lambda found: adopt(config, found, shapes.get(found.name))
     agent.restore()
     names = channel_names(config, store.meta(CHANNELS) or {})
     routes = build_channels(config, Needs(agent.firing, agent.healthy, config.external_url, agent.incidents), names)

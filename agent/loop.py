@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import structlog
@@ -23,6 +23,7 @@ from agent.model import (
     Batch,
     Book,
     EngineFacts,
+    FoundEngine,
     IncidentMessage,
     Sample,
     Signal,
@@ -32,6 +33,7 @@ from agent.model import (
 from agent.node import Node
 from agent.notifiers import Route, owed_for_incidents, owed_to
 from agent.outbox import ChannelStatus, Outbox
+from agent.signals import Target, router_signals
 from agent.store import FrameRow, LayoutRow, NotSaved, Store, StoreError
 from agent.web.metrics import SourceStat
 from agent.windows import COARSE_KEEP_S, LATE_INTERVALS, RAW_KEEP_S, Row, SeriesKey
@@ -51,6 +53,17 @@ MADE_FROM: Mapping[str, tuple[str, ...]] = {
 HISTORY_ROWS = 200  # past transitions in `tocsin alerts`
 
 
+Adopt = Callable[[FoundEngine], tuple[Target, Source]]  # an engine that discovery found, as a target and its source
+
+
+@runtime_checkable
+class Asks(Protocol):
+    """A source that asks an engine for work (the canary). `held`: it must not."""
+
+    asks: str | None
+    held: bool
+
+
 @dataclass
 class Slot:
     """What is known of one source between ticks."""
@@ -58,6 +71,7 @@ class Slot:
     source: Source
     thread: threading.Thread
     go: threading.Event
+    ended: bool = False  # it is read no more
     reading: bool = False
     fresh: Batch | None = None  # read, not yet taken by a tick
     last: Batch | None = None
@@ -76,18 +90,32 @@ class Collector:
         self._stopping = False
         self.slots: dict[str, Slot] = {}
         for source in sources:
-            name = source.name
-            thread = threading.Thread(target=self._serve, args=(name,), name=f"source {name}", daemon=True)
-            self.slots[name] = Slot(source, thread, threading.Event(), answered_at=monotonic())
-        for slot in self.slots.values():
-            slot.thread.start()
+            self.add(source)
+
+    def add(self, source: Source) -> None:
+        """One more source, read from the next round on."""
+        thread = threading.Thread(target=self._serve, args=(source.name,), name=f"source {source.name}", daemon=True)
+        slot = Slot(source, thread, threading.Event(), answered_at=self._monotonic())
+        with self._answered:
+            self.slots = {**self.slots, source.name: slot}  # others walk over the old one
+        thread.start()
+
+    def remove(self, name: str) -> None:
+        """Read a source no more. What hangs in it is left behind."""
+        with self._answered:
+            slot = self.slots[name]
+            self.slots = {other: kept for other, kept in self.slots.items() if other != name}
+            slot.ended = True
+            slot.reading = False
+        slot.go.set()
+        slot.source.close()
 
     def _serve(self, name: str) -> None:
         slot = self.slots[name]
         while True:
             slot.go.wait()
             slot.go.clear()
-            if self._stopping:
+            if self._stopping or slot.ended:
                 return
             now = self._clock()
             try:
@@ -146,6 +174,8 @@ class Agent:
                  clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.node, self.collector, self.store = node, collector, store
         self.notes = list(notes)
+        self.adopt: Adopt | None = None  # None: what discovery finds is not read
+        self._adopted: dict[str, str] = {}  # engine that discovery found -> its kind
         self.routes: Sequence[Route] = ()
         self.outbox: Outbox | None = None
         self._clock, self._monotonic = clock, monotonic
@@ -187,11 +217,13 @@ class Agent:
             with self._lock:
                 for batch in batches:
                     self.node.take(batch)
+                self._follow(now, next((b.found for b in batches[::-1] if b.found is not None), None))
                 for address, readings in self._probed.items():
                     self.node.take_user(address, readings, readings[0].at)
                 self._probed = {}
                 self.node.take(self._of_ourselves(now))
                 transitions = self.node.step(now, dt_s)
+                self._hold_canaries()
                 notices = self._notices(transitions, now)
                 frames, layouts = self._frames(self.node.windows.unsaved())
                 learned = asdict(self.node.learned)
@@ -207,6 +239,40 @@ class Agent:
         if notices and self.outbox is not None:
             self.outbox.wake()
         self._ticked_mono, self._tick_at = mono, now
+
+    def _follow(self, now: float, found: Sequence[FoundEngine] | None) -> None:
+        """Read what discovery found; leave what has ended and not come back for 10 m."""
+        if self.adopt is None:
+            return
+        if found is not None:
+            self.node.see(found, now)
+        for name, engine in self.node.found_engines().items():
+            known = self._adopted.get(name)
+            if known == engine.kind:
+                continue
+            if known is not None:
+                self.collector.remove(f"engine:{name}")  # another engine listens there now
+            self._adopted[name] = engine.kind
+            target, source = self.adopt(engine)
+            self.node.add_target(target)
+            self.collector.add(source)
+            log.info("engine_found", engine=name, kind=engine.kind, how=engine.how)
+        for name in self.node.lost_engines(now) if found is not None else ():
+            self.node.drop_target(name)
+            self.collector.remove(f"engine:{name}")
+            del self._adopted[name]
+            log.info("engine_gone", engine=name, text="its process has ended and not come back")
+
+    def _hold_canaries(self) -> None:
+        """An engine that sleeps is asked nothing: the question would wake it, or fail."""
+        scene = self.node.scene
+        for slot in self.collector.slots.values():
+            if not isinstance(slot.source, Asks):
+                continue
+            target = scene.targets.get(slot.source.asks or "")
+            if target is not None:
+                engines = target.engines
+                slot.source.held = bool(engines) and all(scene.sleeps(engine) for engine in engines)
 
     def _of_ourselves(self, now: float) -> Batch:
         late = [Sample("source_late_s", f"source:{name}", s, now) for name, s in self.collector.late_s().items()]
@@ -345,6 +411,11 @@ class Agent:
         with self._lock:
             return list(self.node.signals.values())
 
+    def readings(self) -> list[Signal]:
+        """What is told and judged by no rule: arrivals, errors and shares per replica as the routers count them."""
+        with self._lock:
+            return router_signals(self.node.scene)
+
     def book(self) -> Book:
         """The open alerts of the last tick."""
         return self.node.book
@@ -472,10 +543,20 @@ def doctor_report(node: Node, slots: Mapping[str, Slot], mono: float) -> dict[st
         targets.append({"target": target.name, "url": getattr(slot.source, "url", None) if slot else None,
                         "kind": facts.kind, "model": facts.model, "build": facts.build,
                         "engines": list(facts.engines), "error": slot.last.error if slot and slot.last else None,
-                        "found": [f._asdict() | {"required": f.name in required} for f in facts.found]})
+                        "found": [f._asdict() | {"required": f.name in required} for f in facts.found],
+                        "notes": node.advice(target.name)})
+    routers = [{"target": name, "url": getattr(slots[source].source, "url", None), "kind": facts.kind, "model": None,
+                "build": facts.build, "engines": [], "error": _error_of(slots[source]),
+                "found": [f._asdict() | {"required": False} for f in facts.found]}
+               for source in slots if source.startswith("router:") and (name := source.removeprefix("router:"))
+               for facts in [node.routers.get(name) or EngineFacts(name, ())]]
     gpus = [{"uuid": g.uuid, "index": g.index, "name": g.name, "bdf": g.bdf, "limit_c": g.limit_c,
              "found": [f._asdict() | {"required": f.name in required} for f in g.found]} for g in node.gpus.values()]
     sources = [{"name": name, "age_s": round(mono - slot.answered_at, 1),
                 "took_s": slot.last.took_s if slot.last else None, "error": slot.last.error if slot.last else None}
                for name, slot in slots.items()]
-    return {"targets": targets, "gpus": gpus, "sources": sources}
+    return {"targets": targets, "routers": routers, "gpus": gpus, "sources": sources}
+
+
+def _error_of(slot: Slot) -> str | None:
+    return slot.last.error if slot.last else None

@@ -99,6 +99,19 @@ class GpuFacts:
     bdf: str
     limit_c: float | None = None  # the card's own limit, where it tells one; 127 is none
     found: tuple[Found, ...] = ()
+    pids: tuple[int, ...] = ()  # of processes that compute on it, where NVML tells
+
+
+class FoundEngine(NamedTuple):
+    """An engine that discovery found. `pids`: its processes; `ranks`: process -> rank, where it says so."""
+
+    name: str  # host:port, the subject that it gets
+    url: str
+    kind: str
+    how: str
+    port: int
+    pids: tuple[int, ...] = ()
+    ranks: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +129,8 @@ class Batch:
     gpus: tuple[GpuFacts, ...] | None = None
     error: str | None = None
     hung_s: float = 0.0
+    router: EngineFacts | None = None  # what a router says of itself; it has no engines
+    found: tuple[FoundEngine, ...] | None = None  # engines on this machine, where one looked for them
 
 
 class Source(Protocol):
@@ -155,6 +170,12 @@ SAMPLES: Mapping[str, Kind] = {
     "spec_draft": "counter",  # tokens
     "spec_accepted": "counter",  # tokens
     "graph_fallback": "gauge",  # ratio; no stock vLLM tells it
+    "graph_passes": "counter",  # decode steps; key: "graph" or "eager", whatever their sizes
+    "rank_seconds": "counter",  # s of compute of each rank; key: rank
+    "paused": "gauge",  # requests that were running and had to give way
+    "throughput": "gauge",  # tokens/s as the engine works it out: sticks when idle, shown and never judged
+    "prefix_hit_ratio": "gauge",  # ratio as the engine works it out, where it counts no tokens
+    "spec_acceptance": "gauge",  # ratio as the engine works it out, where it counts no tokens
     # of a target (subject: target)
     "http": "counter",  # key: status class or code, inference routes only
     "rejections": "counter",  # key: reason
@@ -162,6 +183,17 @@ SAMPLES: Mapping[str, Kind] = {
     "down": "gauge",  # 1: refused, reset or /health 5xx at this read; 0: it answered
     "slow": "gauge",  # 1: timed out at this read
     "rung": "gauge",  # how far the ladder was climbed: 0 nothing, 1 TCP, 2 /health, 3 /metrics
+    # of a router (subject: the router); shares per replica have the replica's address, as it names it, as key
+    "router_requests": "counter",  # arrived or completed, as its map says
+    "router_errors": "counter",  # key: kind of error
+    "router_responses": "counter",  # key: HTTP status
+    "router_retries": "counter",
+    "router_worker_requests": "counter",  # key: replica
+    "router_worker_errors": "counter",  # key: replica
+    "router_worker_up": "gauge",  # 0 or 1; key: replica
+    "router_worker_inflight": "gauge",  # requests; key: replica
+    "router_inflight": "gauge",  # requests
+    "router_queue": "gauge",  # requests that wait in the router
     # of a GPU (subject: its UUID)
     "gpu_temp_c": "gauge",
     "gpu_margin_c": "gauge",  # kelvins left to the card's own limit; <= 0 is at or past it
@@ -181,6 +213,10 @@ SAMPLES: Mapping[str, Kind] = {
     "user_itl": "histogram",  # s
     "user_requests": "counter",
     "user_errors": "counter",
+    # of our own canary (subject: the target that it asks)
+    "canary_age_s": "gauge",  # s for which it has waited for an answer; 0: it does not wait
+    "canary_requests": "counter",
+    "canary_errors": "counter",  # those that the engine counts as errors too
     # of ourselves (subject: a source or a channel)
     "source_late_s": "gauge",  # s since a source was last on time
     "delivery_failing_s": "gauge",  # s since when a channel could not deliver

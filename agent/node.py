@@ -25,6 +25,7 @@ from agent.model import (
     Batch,
     Book,
     EngineFacts,
+    FoundEngine,
     GpuFacts,
     IncidentMessage,
     Rule,
@@ -72,6 +73,7 @@ class Learned:
     diverted: list[list[str]] = field(default_factory=list)  # [rule, subject] told to one channel alone
     told: dict[str, dict[str, str]] = field(default_factory=dict)  # signal -> subject -> what drilld says of it
     incidents: dict[str, dict[str, Any]] = field(default_factory=dict)  # id -> an open Incident
+    found: dict[str, dict[str, Any]] = field(default_factory=dict)  # engine that discovery found -> how, and when last
 
 
 class Node:
@@ -85,6 +87,8 @@ class Node:
         self.learned = Learned()
         self.signals: dict[AlertKey, Signal] = {}
         self.facts: dict[str, EngineFacts] = {}
+        self.routers: dict[str, EngineFacts] = {}
+        self.pids: dict[int, FoundEngine] = {}  # port -> the engine on this machine that listens there
         self.gpus: dict[str, GpuFacts] = {}
         self.gpu_seen_at: dict[str, float] = {}
         self.gone: dict[str, GpuFacts] = {}  # GPUs that have ended: what closes with them is told by their index
@@ -103,7 +107,7 @@ class Node:
         self.book = book
         self.learned = Learned(**{k: v for k, v in learned.items() if k in Learned.__dataclass_fields__})
         self.incidents = {name: incidents.from_plain(told) for name, told in self.learned.incidents.items()}
-        configured = {target.name for target in self.setup.targets}
+        configured = {target.name for target in self.setup.targets} | self.learned.found.keys()
         for name in [n for n in self.learned.targets if n not in configured]:
             del self.learned.targets[name]
         for uuid, known in self.learned.gpus.items():
@@ -119,10 +123,15 @@ class Node:
             self.first_at = batch.at
         if batch.engine is not None:
             self._take_engine(batch.engine, batch.at)
+        for reading in batch.readings:
+            if reading.name == "user_requests":
+                self.users[reading.subject] = batch.at
+        if batch.router is not None:
+            self.routers[batch.router.target] = batch.router
         for gpu in batch.gpus or ():
             self.gpus[gpu.uuid] = gpu
             self.gpu_seen_at[gpu.uuid] = batch.at
-            self.learned.gpus[gpu.uuid] = {k: v for k, v in asdict(gpu).items() if k not in ("found", "uuid")}
+            self.learned.gpus[gpu.uuid] = {k: v for k, v in asdict(gpu).items() if k not in ("found", "uuid", "pids")}
         if batch.gpus is not None and batch.error is None:  # () says that there is none, a failed read says nothing
             for uuid in [u for u in self.gpus if batch.at - self.gpu_seen_at.setdefault(u, batch.at) > GONE_S]:
                 self._forget_gpu(uuid)
@@ -131,6 +140,74 @@ class Node:
         """What a prober counted so far at an address that users use."""
         self.users[address] = at
         self.windows.ingest(Batch(f"user:{address}", at, 0.0, tuple(readings)))
+
+    def see(self, found: Sequence[FoundEngine], at: float) -> None:
+        """What discovery sees now. What is configured is read as configured; of it only the processes are learnt."""
+        ports = {target.port for target in self.setup.targets if target.name not in self.learned.found and target.port}
+        addresses = {target.address for target in self.setup.targets if target.name not in self.learned.found}
+        for engine in found:
+            self.pids[engine.port] = engine
+            if engine.name in addresses or engine.port in ports:
+                self.learned.found.pop(engine.name, None)
+            else:
+                self.learned.found[engine.name] = {"url": engine.url, "kind": engine.kind, "how": engine.how,
+                                                   "port": engine.port, "seen_at": at}
+
+    def found_engines(self) -> dict[str, FoundEngine]:
+        """The engines that discovery found, those of before a restart of ours included."""
+        return {name: FoundEngine(name, known["url"], known["kind"], known["how"], known["port"])
+                for name, known in self.learned.found.items()}
+
+    def lost_engines(self, now: float) -> list[str]:
+        """Those whose process has ended and not come back; what depends on them closes."""
+        return [name for name, known in self.learned.found.items() if now - known["seen_at"] > GONE_S]
+
+    def add_target(self, target: Target) -> None:
+        """One more target, as discovery found it."""
+        others = tuple(known for known in self.setup.targets if known.name != target.name)
+        self.setup = replace(self.setup, targets=(*others, target))
+
+    def drop_target(self, name: str) -> None:
+        """A target that discovery saw end."""
+        self.setup = replace(self.setup, targets=tuple(t for t in self.setup.targets if t.name != name))
+        self.learned.found.pop(name, None)
+        self.facts.pop(name, None)
+        for subject in (name, *self.learned.targets.pop(name, {}).get("engines", ())):
+            self.windows.forget(subject)
+
+    def _gpus_of(self, target: Target) -> tuple[int, ...]:
+        """The GPUs of a target, by rank where its processes tell theirs: as configured, else by NVML's processes."""
+        engine = self.pids.get(target.port)
+        if target.gpus or engine is None:
+            return target.gpus
+        on = {gpu.index: set(gpu.pids) & set(engine.pids) for gpu in self.gpus.values()}
+        rank = {index: min((engine.ranks.get(pid, len(on)) for pid in pids), default=0) for index, pids in on.items()}
+        return tuple(sorted((index for index, pids in on.items() if pids), key=lambda index: (rank[index], index)))
+
+    def advice(self, name: str) -> list[str]:
+        """What a person should know of a target beside its numbers: what nothing here can see, and what would."""
+        target = self._targets(self.scene.now or 0.0).get(name)
+        if target is None:
+            return []
+        found = self.learned.found.get(name)
+        said = [] if found is None else [f"found by {found['how']}; nobody configured it"]
+        canary = self.windows.track_of(name, "canary_age_s") is not None
+        routed = any(catalogue.replica_of(target, key) for router in self.routers
+                     for key in self.windows.keys(router, "router_worker_inflight"))
+        if not canary and not routed:
+            where = target.address or "its address"
+            said.append("not seen: a hang in which its page stays green (vLLM: running 0, waiting 0, /health 200);"
+                        f' probe.canary: {{urls: ["http://{where}"]}} would show it')
+        if target.gpus and target.port in self.pids:
+            said.append(f"on GPUs {', '.join(map(str, target.gpus))}")
+        told = {engine: got.value for engine in target.engines
+                if isinstance(got := self.windows.latest(engine, "throughput", self.scene.now), Sample)}
+        apart = catalogue.imbalance(told)
+        if apart is not None:
+            fast = f", fast: {', '.join(apart['fast'])}" if apart["fast"] else ""
+            said.append(f"its engines' own throughput (it sticks when idle, and is not judged): {apart['total']:.2f}"
+                        f" tokens/s together, largest ÷ smallest {apart['max_over_min']:.1f}{fast}")
+        return said
 
     def announce(self, told: Announcement) -> None:
         """A drill says which alerts it will cause: they go their normal way, and say so first."""
@@ -167,7 +244,8 @@ class Node:
             known = self.learned.targets.setdefault(target.name, {"first_seen_at": now})
             # one that never told its engines is judged as one engine: what is not known of it has a row and a reason
             found[target.name] = replace(target, engines=tuple(known.get("engines", (target.name,))),
-                                         first_seen_at=known["first_seen_at"], ever_up=known.get("ever_up", False))
+                                         gpus=self._gpus_of(target), first_seen_at=known["first_seen_at"],
+                                         ever_up=known.get("ever_up", False))
         return found
 
     def _scene(self, now: float) -> Scene:
@@ -177,7 +255,7 @@ class Node:
         users = {address: Target(address, (address,), self.setup.slo) for address in self.users}
         full = {u: share for u, (_, share) in self.learned.gpu_full_at_start.items()}
         return Scene(self.windows, now, self.setup.node, self.setup.slo, targets, self.gpus, self.sources, users,
-                     self.learned.told, full, watched_s)
+                     self.learned.told, full, watched_s, routers=tuple(self.routers))
 
     def _learn_full_gpus(self) -> None:
         """What share of a GPU's memory its engine holds 10 m after its start: what is so by design wakes nobody."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from agent.config import DEFAULT_PATH, Config, EngineConfig, base_url, rules_for
-from agent.daemon import setup_of, sources_of
+import msgspec
+
+from agent.config import DEFAULT_PATH, Config, EngineConfig, address_of, base_url, rules_for
+from agent.daemon import local_port, setup_of, sources_of
 from agent.loop import GRACE_S, Collector, doctor_report
-from agent.model import Source
+from agent.model import FoundEngine, Source
 from agent.node import Node
 from agent.signals import CATALOGUE
+from agent.sources.discovery import DiscoverySource
 from agent.windows import LATE_INTERVALS
 
 READ_WITHIN_S = 5.0  # the longest that one read of any source may take
@@ -26,11 +29,13 @@ def sample(config: Config, watch_for_s: float, progress: Callable[[str], None]) 
     Extra key `looked_for`: what was looked for, in sentences.
     """
     poll_s = min(config.poll, max(SHORTEST_POLL_S, watch_for_s / ROUNDS))
+    config, seen = _discovered(config)
     node, sources = _prepare(config, poll_s)
+    node.see(seen.found, time.time())
     collector = Collector(sources)
     try:
         found = _round(node, collector, READ_WITHIN_S)
-        looked_for = _looked_for(config, sources, found)
+        looked_for = [*seen.said, *_looked_for(config, sources, found)]
         if node.setup.targets or node.gpus:
             _watch(node, collector, watch_for_s, progress)
     finally:
@@ -61,11 +66,32 @@ def _prepare(config: Config, poll_s: float) -> tuple[Node, Sequence[Source]]:
     return Node(replace(setup, poll_s=poll_s)), sources_of(config, {})
 
 
+def _discovered(config: Config) -> tuple[Config, Seen]:
+    """The configuration with the engines that run here and are not in it, and what was seen."""
+    if not config.discover:
+        return config, Seen((), ["engines: discovery is off in the configuration"])
+    source = DiscoverySource()
+    found = source.read(time.time()).found or ()
+    ports, addresses = {local_port(e.url) for e in config.engines}, {address_of(e.url) for e in config.engines}
+    new = [one for one in found if one.port not in ports and one.name not in addresses]
+    said = [f"found {one.name}, {one.kind}, by {one.how}" for one in new]
+    said += [source.note] if source.note else []
+    engines = (*config.engines, *(EngineConfig(url=one.url, kind=one.kind) for one in new))
+    return msgspec.structs.replace(config, engines=engines), Seen(found, said)
+
+
+class Seen(NamedTuple):
+    """What discovery saw, and the same in sentences."""
+
+    found: Sequence[FoundEngine]
+    said: Sequence[str]
+
+
 def _looked_for(config: Config, sources: Sequence[Source], errors: dict[str, str | None]) -> list[str]:
     said = []
     if not config.engines:
-        said.append(f"engines: none is configured; name them under `engines:` in {DEFAULT_PATH} (or --config FILE), "
-                    "or look at one with `tocsin doctor URL`")
+        said.append(f"engines: none is configured or found; name them under `engines:` in {DEFAULT_PATH} (or"
+                    " --config FILE), or look at one with `tocsin doctor URL`")
     for source in sources:
         if source.name == "nvml":
             said.append(f"NVML: {errors['nvml'] or getattr(source, 'note', '')}")
@@ -83,13 +109,15 @@ def doctor(config: Config, urls: Sequence[str]) -> dict[str, Any]:
     """
     if urls:
         engines = tuple(EngineConfig(url=url) for url in dict.fromkeys(map(_address, urls)))
-        config = Config(engines=engines, nvml=config.nvml, node=config.node)
+        config = Config(engines=engines, nvml=config.nvml, node=config.node, discover=False)
+    config, seen = _discovered(config)
     node, sources = _prepare(config, config.poll)
+    node.see(seen.found, time.time())
     collector = Collector(sources)
     try:
         errors = _round(node, collector, READ_WITHIN_S)
         return doctor_report(node, collector.slots, time.monotonic()) | {
-            "looked_for": _looked_for(config, sources, errors)}
+            "looked_for": [*([] if urls else seen.said), *_looked_for(config, sources, errors)]}
     finally:
         collector.stop()
 

@@ -227,7 +227,7 @@ def alerts_report(alerts: Sequence[Answer]) -> Report:
 
 def is_missing(found: Answer) -> bool:
     """Whether an item of `doctor` is a required number that cannot be had."""
-    return found.get("how") is None and bool(found.get("required"))
+    return found.get("how") is None and bool(found.get("required")) and found.get("code") != "not_supported"
 
 
 def _found_table(told: Sequence[object], found: Sequence[Answer]) -> Table | str:
@@ -236,14 +236,27 @@ def _found_table(told: Sequence[object], found: Sequence[Answer]) -> Table | str
         return title
     several = len({item.get("subject") for item in found}) > 1
     columns = (Column("STATE"), Column("WHAT"), Column("OF", drop=1), Column("HOW, OR WHY NOT AND WHAT TO DO"))
-    rows = []
+    rows: list[tuple[str, list[str], str, str]] = []
+    by_reason: dict[tuple[str, str, str], list[str]] = {}
     for item in found:
         absent = "N/A" if item.get("code") in (None, "not_supported") else "UNKNOWN"
         state = "OK" if item.get("how") is not None else "MISSING" if is_missing(item) else absent
         said = [item.get("how") or item.get("why") or "not told", item.get("note"), item.get("remedy")]
         subject = clean(item.get("subject") or "") if several else ""
-        rows.append([state, item["name"], subject, clean("; ".join(s for s in said if s))])
-    return Table(columns, rows, title)
+        text = clean("; ".join(s for s in said if s))
+        names = by_reason.get((state, subject, text)) if state != "OK" else None
+        if names is not None:  # one reason for several numbers is said once
+            names.append(item["name"])
+            continue
+        names = by_reason[state, subject, text] = [item["name"]]
+        rows.append((state, names, subject, text))
+    order = ("MISSING", "UNKNOWN", "OK", "N/A")
+    rows.sort(key=lambda row: order.index(row[0]))
+    return Table(columns, [[state, _few(names), subject, text] for state, names, subject, text in rows], title)
+
+
+def _few(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])} and {len(names) - most} more"
 
 
 def doctor_report(answer: Answer) -> Report:
@@ -252,8 +265,12 @@ def doctor_report(answer: Answer) -> Report:
     for target in answer["targets"]:
         told = tuple(target.get(key) for key in ("target", "url", "kind", "model"))
         report.append(_found_table(told, target.get("found") or ()))
+        report += [f"{'MIND':8} {clean(note)}" for note in target.get("notes") or ()]
         if target.get("error"):
             report.append(f"MISSING  target {clean(target.get('target'))}: {clean(target['error'])}")
+    for router in answer.get("routers") or ():
+        told = ("router", *(router.get(key) for key in ("target", "url", "kind")))
+        report.append(_found_table(told, router.get("found") or ()))
     for gpu in answer["gpus"]:
         told = (f"GPU {gpu.get('index')}", gpu.get("name"), gpu.get("bdf"), gpu.get("uuid"))
         report.append(_found_table(told, gpu.get("found") or ()))

@@ -7,11 +7,13 @@ a sample: agent/engines/*.yaml. A signal is computed for one rule, since window,
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise, takewhile
+from statistics import median
 from typing import Any
 
 from agent.model import Alert, GpuFacts, Rule, Sample, Signal, SignalSpec, Slo, Why
@@ -28,6 +30,7 @@ EMPTY_KV = 0.05  # "near 0"
 NOT_WORTH_IT = 0.15  # prefix-cache hit rate
 HALF = 0.5
 PROGRESS = (("generation_tokens", ""), ("ttft", "count"), ("prompt_tokens", ""))
+FINISHES = ("stop", "length")  # progress too, and all that some engines tell of it
 HW_THERMAL, HW_POWER_BRAKE = 0x40, 0x80  # nvml.h: nvmlClocksEventReasonHwThermalSlowdown, ...HwPowerBrakeSlowdown
 MANY = 720  # failed reads in a row: more are not counted
 
@@ -44,6 +47,8 @@ class Target:
     first_seen_at: float = 0.0
     ever_up: bool = True
     startup_within_s: float = 600.0
+    address: str = ""  # host:port, as routers name it
+    port: int = 0  # of this machine; 0: it is another's
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,7 @@ class Scene:
     told: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # signal -> subject -> text, as drilld says
     gpu_full_at_start: Mapping[str, float] = field(default_factory=dict)
     clip_windows_to_s: float | None = None  # `tocsin check` without an agent: windows as long as it watched
+    routers: tuple[str, ...] = ()
     memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # what several rules ask of one tick
 
     def target_of(self, subject: str) -> Target | None:
@@ -70,6 +76,10 @@ class Scene:
         if subject in self.users:
             return self.users[subject]
         return next((t for t in self.targets.values() if subject in t.engines), None)
+
+    def tellers(self, target: Target, name: str) -> tuple[str, ...]:
+        """Who tells a number of a target: each of its engines, or the target for all of them together."""
+        return tellers(self.windows, target, name)
 
     def slo_of(self, subject: str) -> Slo:
         """The service levels that hold for a subject."""
@@ -89,6 +99,13 @@ class Scene:
         gpu = self.gpus.get(uuid)
         on = [t for t in self.targets.values() if gpu is not None and gpu.index in t.gpus]
         return on[0] if len(on) == 1 else None
+
+
+def tellers(windows: Windows, target: Target, name: str) -> tuple[str, ...]:
+    """Who tells a number of a target: each of its engines, or the target for all of them, as SGLang's front does."""
+    if len(target.engines) < 2 or target.name in target.engines or not windows.keys_now(target.name, name):
+        return target.engines
+    return (target.name,)
 
 
 class Ask:
@@ -120,6 +137,13 @@ class Ask:
     def na(self, why: str) -> Signal:
         """No such thing here."""
         return Signal(self.rule.signal, self.subject, "na", self.now, unit=self.spec.unit, why=why)
+
+    def teller(self, name: str) -> str:
+        """Who tells a number of this engine: itself, or its target for all of its engines together."""
+        if self.target is None or self.subject not in self.target.engines:
+            return self.subject
+        by = self.scene.tellers(self.target, name)
+        return self.subject if self.subject in by or not by else by[0]
 
     def latest(self, name: str, subject: str | None = None) -> Sample | Signal:
         """A gauge's last sample, or the signal that says why there is none."""
@@ -179,8 +203,16 @@ class Ask:
 
 def progress_at(ask: Ask, subject: str, since: float) -> float | None:
     """When tokens, first tokens or prompt tokens of an engine last moved, not looking back beyond `since`."""
-    moved = [ask.windows.moved_at(subject, name, since, key) for name, key in PROGRESS]
+    moved = [ask.windows.moved_at(by, name, since, key) for by, name, key in progress_series(ask, subject)]
     return max((at for at in moved if at is not None), default=None)
+
+
+def progress_series(ask: Ask, subject: str) -> list[tuple[str, str, str]]:
+    """The (subject, name, key) that move when an engine does its work; none: it tells nothing of the kind."""
+    names = (*PROGRESS, *(("finished", key) for key in FINISHES))
+    by = subject if subject != ask.subject else None
+    found = [(by or ask.teller(name), name, key) for name, key in names]
+    return [(who, name, key) for who, name, key in found if key in ask.windows.keys_now(who, name)]
 
 
 def stale(ask: Ask, name: str, value: float) -> Signal | None:
@@ -207,7 +239,7 @@ def queue_age_s(ask: Ask) -> Signal:
     waiting = ask.latest("waiting")
     if sleeping or isinstance(waiting, Signal):
         return sleeping or waiting  # type: ignore[return-value]
-    told = ask.problem("ttft", key="count")  # a bucket that cannot be read costs the quantiles, not the queue
+    told = ask.problem("ttft", ask.teller("ttft"), "count")  # a bad bucket costs the quantiles, not the queue
     if told is not None:
         return told
     frozen = stale(ask, "waiting", waiting.value)
@@ -228,7 +260,9 @@ def queue_age_bound(ask: Ask, waiting: Sample) -> tuple[float, float, float | No
         return 0.0, 0.0, 0.0
     head = now = after_at = after = None
     started_at = ask.windows.restarted_at(ask.subject, "waiting") or 0.0
-    for at, first, wait in ask.windows.backward(ask.subject, ("ttft", "count"), ("waiting", "")):
+    # Where all engines of a target count first tokens together, the count runs ahead of this queue: a lower age.
+    series = (("ttft", "count", ask.teller("ttft")), ("waiting", ""))
+    for at, first, wait in ask.windows.backward(ask.subject, *series):
         if head is None or now is None or after_at is None or after is None:
             head, now, after_at, after = first + 1, at, at, first + wait
             continue
@@ -262,12 +296,35 @@ def preemptions(ask: Ask) -> Signal:
 
 
 def graph_fallback(ask: Ask) -> Signal:
-    """H4. Decode steps that ran eager though their shape is captured; no stock vLLM tells it."""
+    """H4. Decode steps that ran eager though their shape is captured; no stock vLLM tells it, SGLang without sizes."""
     got = ask.windows.latest(ask.subject, "graph_fallback", ask.now)
     if isinstance(got, Sample):
         warm = ask.warming_up("graph_fallback")
         return ask.asleep() or (ask.idle(warm, got.value) if warm else ask.value(got.value, at=got.at))
-    return ask.na("this engine does not tell its CUDA-graph fallbacks (vLLM: only the in-engine probe can)")
+    trouble = ask.problem("graph_passes")
+    if trouble is not None and (trouble.state == "na" or ask.windows.track_of(ask.subject, "graph_passes") is None):
+        return ask.na("this engine does not tell its CUDA-graph fallbacks (vLLM: only the in-engine probe can)")
+    return estimated_fallback(ask)
+
+
+def estimated_fallback(ask: Ask) -> Signal:
+    """H4 from decode steps by mode, whatever their sizes: up to the rule's `estimate` is what sizes may explain."""
+    missing = ask.asleep() or ask.problem("graph_passes") or ask.uncovered("graph_passes")
+    if missing:
+        return missing
+    warm = ask.warming_up("graph_passes")
+    if warm:
+        return ask.idle(warm)
+    passes = ask.windows.increases(ask.subject, "graph_passes", ask.start())
+    eager, steps = passes.get("eager", 0.0), sum(passes.values())
+    if steps <= 0:
+        return ask.idle("no decode step")
+    share, most = eager / steps, float(ask.rule.params["estimate"])
+    evidence: dict[str, Any] = {"eager_share": share, "eager_steps": eager, "steps": steps}
+    if 0 < share <= most:
+        evidence["note"] = f"up to {most:.0%} may be steps over the captured sizes: taken for none"
+    return ask.value(share if share > most else 0.0, at=ask.told_at("graph_passes"), method="estimate",
+                     evidence=evidence)
 
 
 def latency_buckets(ask: Ask, name: str, start: float) -> Buckets:
@@ -276,7 +333,7 @@ def latency_buckets(ask: Ask, name: str, start: float) -> Buckets:
     memo = ask.scene.memo
     if (ask.target.name, name, start) not in memo:
         memo[(ask.target.name, name, start)] = add_buckets(
-            engine_buckets(ask.windows, engine, name, start) for engine in ask.target.engines)
+            engine_buckets(ask.windows, engine, name, start) for engine in ask.scene.tellers(ask.target, name))
     buckets: Buckets = memo[(ask.target.name, name, start)]
     return buckets
 
@@ -341,7 +398,7 @@ def slow_verdict(ask: Ask, name: str, buckets: Buckets, limit_s: float, window_s
                        f" {share.low_bound:g} s and the limit {limit_s:g} s lies above it")
     certain = counted(ask, share.certain, share.n)
     assert ask.target is not None  # noqa: S101
-    at = ask.told_at(name, *ask.target.engines)
+    at = ask.told_at(name, *ask.scene.tellers(ask.target, name))
     judged = certain if not undecided else 0.0 if certain > ask.rule.factor else possible
     return ask.value(judged, at=at, method="histogram", evidence=evidence)
 
@@ -370,7 +427,8 @@ def zeros_only(ask: Ask, name: str, buckets: Buckets, window_s: float) -> bool:
     if not buckets or buckets[0][1] < buckets[-1][1]:
         return False
     assert ask.target is not None  # noqa: S101
-    sums = [ask.windows.increases(e, name, ask.start(window_s)).get("sum") for e in ask.target.engines]
+    sums = [ask.windows.increases(e, name, ask.start(window_s)).get("sum")
+            for e in ask.scene.tellers(ask.target, name)]
     return all(total == 0 for total in sums)  # a sum that is not told (None) proves nothing either
 
 
@@ -392,7 +450,7 @@ def find_trouble(ask: Ask, name: str) -> Signal | None:
         return ask.gap(Why.MISSING, "no page was read yet")
     if all(ask.scene.sleeps(e) for e in ask.target.engines):
         return ask.na("asleep")
-    for engine in ask.target.engines:
+    for engine in ask.scene.tellers(ask.target, name):
         trouble = ask.problem(name, engine) or ask.uncovered(name, engine)
         if trouble:
             return trouble
@@ -410,7 +468,7 @@ def enough(ask: Ask, name: str) -> tuple[Buckets, float]:
         return buckets, window_s
     long_s = ask.window_s(1800.0)
     assert ask.target is not None  # noqa: S101
-    watched = min(ask.windows.watched_s(e, name, ask.now - long_s) for e in ask.target.engines)
+    watched = min(ask.windows.watched_s(e, name, ask.now - long_s) for e in ask.scene.tellers(ask.target, name))
     if watched < HALF * long_s:
         return buckets, window_s
     return latency_buckets(ask, name, ask.start(long_s)), long_s
@@ -422,7 +480,7 @@ def too_few_requests(ask: Ask, window_s: float) -> Signal | None:
     if needed is None or ask.target is None:
         return None
     name = "user_ttft" if ask.spec.subject == "user" else "ttft"
-    requests = sum(ask.count(name, e, ask.start(window_s), "count") for e in ask.target.engines)
+    requests = sum(ask.count(name, e, ask.start(window_s), "count") for e in ask.scene.tellers(ask.target, name))
     return ask.idle(f"{requests:.0f} of at least {needed:.0f} requests") if requests < needed else None
 
 
@@ -444,7 +502,10 @@ def errors_and_requests(ask: Ask, target: Target, start: float) -> tuple[float, 
     """
     memo = ask.scene.memo
     if (target.name, "errors", start) not in memo:
-        memo[(target.name, "errors", start)] = count_errors(ask.windows, target, start, ask.now)
+        own = count_errors(ask.windows, target, start, ask.now)
+        routed = count_routed(ask.scene, target, start)
+        # the router's word is better, if it is through this router that most requests come
+        memo[(target.name, "errors", start)] = routed if routed is not None and 2 * routed[1] >= own[1] else own
     counts: tuple[float, float, str] = memo[(target.name, "errors", start)]
     return counts
 
@@ -453,12 +514,27 @@ def count_errors(windows: Windows, target: Target, start: float, now: float) -> 
     """The counting behind errors_and_requests."""
     by_status = windows.increases(target.name, "http", start) if told(windows, target.name, "http", now) else {}
     refused = sum(windows.increases(target.name, "rejections", start).values())
-    finished = [windows.increases(engine, "finished", start) for engine in target.engines]
+    finished = [windows.increases(engine, "finished", start) for engine in tellers(windows, target, "finished")]
     from_http = sum(v for k, v in by_status.items() if k.startswith("5") or k == "429")
     from_engine = sum(f.get("error", 0.0) for f in finished) + refused
+    sent, failed = (windows.increase(target.name, name, start) for name in ("canary_requests", "canary_errors"))
     if by_status:
-        return max(from_http, from_engine), max(sum(by_status.values()), from_engine), "engine (lower bound)"
-    return from_engine, sum(sum(f.values()) for f in finished) + refused, "engine's finish reasons (lower bound)"
+        errors, n = max(from_http, from_engine), max(sum(by_status.values()), from_engine)
+        return max(0.0, errors - failed), max(0.0, n - sent), "engine (lower bound)"
+    n = sum(sum(f.values()) for f in finished) + refused
+    return max(0.0, from_engine - failed), max(0.0, n - sent), "engine's finish reasons (lower bound)"
+
+
+def count_routed(scene: Scene, target: Target, start: float) -> tuple[float, float, str] | None:
+    """(errors, requests, how) of a target as a router counts them; None where none tells its share."""
+    for router in scene.routers:
+        if not told(scene.windows, router, "router_worker_requests", scene.now):
+            continue
+        n, errors = (sum(rise for key, rise in scene.windows.increases(router, name, start).items()
+                         if replica_of(target, key)) for name in ("router_worker_requests", "router_worker_errors"))
+        if n > 0:
+            return errors, n, f"router {router}"
+    return None
 
 
 def told(windows: Windows, subject: str, name: str, now: float) -> bool:
@@ -472,9 +548,10 @@ def error_trouble(ask: Ask, target: Target) -> Signal | None:
         return ask.gap(Why.MISSING, "no page was read yet")
     if all(ask.scene.sleeps(e) for e in target.engines):
         return ask.na("asleep")
-    if told(ask.windows, target.name, "http", ask.now):
+    if told(ask.windows, target.name, "http", ask.now) or count_routed(ask.scene, target, ask.start()) is not None:
         return None
-    return next((trouble for e in target.engines if (trouble := ask.problem("finished", e))), None)
+    by = ask.scene.tellers(target, "finished")
+    return next((trouble for e in by if (trouble := ask.problem("finished", e))), None)
 
 
 def error_burn(ask: Ask) -> Signal:
@@ -521,8 +598,14 @@ def nothing_burnt(ask: Ask, judged: list[Target], pairs: Sequence[Mapping[str, f
 def errors_watched_s(ask: Ask, judged: list[Target], pairs: Sequence[Mapping[str, float]]) -> float:
     """For how much of the longest window errors were watched: a drill asks how well its budget is known."""
     start = ask.now - max(pair["long"] for pair in pairs)
-    return max(ask.windows.watched_s(subject, name, start) for t in judged
-               for subject, name in ((t.name, "http"), *((e, "finished") for e in t.engines)))
+    return max(ask.windows.watched_s(subject, name, start) for t in judged for subject, name in errors_told_by(ask, t))
+
+
+def errors_told_by(ask: Ask, target: Target) -> list[tuple[str, str]]:
+    """The (subject, name) that tell a target's errors."""
+    routed = [(r, "router_worker_requests") for r in ask.scene.routers
+              if any(replica_of(target, key) for key in ask.windows.keys(r, "router_worker_requests"))]
+    return [(target.name, "http"), *((by, "finished") for by in ask.scene.tellers(target, "finished")), *routed]
 
 
 @lru_cache(256)
@@ -534,8 +617,9 @@ def span(seconds: float) -> str:
 
 def error_told_at(ask: Ask, target: Target) -> float:
     """When a target's errors were last read."""
-    at = ask.windows.told_at(target.name, "http")
-    return ask.told_at("finished", *target.engines) if at is None else at
+    told_at = [at for subject, name in errors_told_by(ask, target)
+               if (at := ask.windows.told_at(subject, name)) is not None]
+    return max(told_at, default=ask.now)
 
 
 def burn(ask: Ask, targets: list[Target], window_s: float, slo: Slo) -> tuple[float, float]:
@@ -548,7 +632,7 @@ def burn(ask: Ask, targets: list[Target], window_s: float, slo: Slo) -> tuple[fl
     if errors <= 0:
         return 0.0, n
     watched_s = max((ask.windows.watched_s(subject, name, start) for t in targets
-                     for subject, name in ((t.name, "http"), *((e, "finished") for e in t.engines))), default=0.0)
+                     for subject, name in errors_told_by(ask, t)), default=0.0)
     return wilson_lower(errors, n) / (1 - slo.availability) * min(1.0, watched_s / window_s), n
 
 
@@ -560,8 +644,32 @@ def spent(ask: Ask, targets: list[Target], window_s: float) -> tuple[float, floa
 
 
 def rank_step_spread(ask: Ask) -> Signal:
-    """H8. Spread of compute time over tensor-parallel ranks; no stock engine tells it."""
-    return ask.na("compute time per rank is told by no stock vLLM (the in-engine probe would); see rank-clock-spread")
+    """H8. Spread of compute time over the ranks: they make the same steps, so of their seconds it is that of a step."""
+    told = ask.windows.problem(ask.subject, "rank_seconds", ask.now)
+    ranks = ask.windows.keys(ask.subject, "rank_seconds")
+    if not ranks or (told is not None and told.code is Why.NOT_SUPPORTED):
+        return ask.na("compute time per rank is told by no stock vLLM (the in-engine probe would), by SGLang only with"
+                      " --enable-metrics-for-all-schedulers; see rank-clock-spread")
+    missing = ask.asleep() or ask.problem("rank_seconds") or ask.uncovered("rank_seconds")
+    if missing:
+        return missing
+    if len(ranks) == 1:
+        return ask.na("one rank tells its time: compare them with --enable-metrics-for-all-schedulers")
+    seconds = ask.windows.increases(ask.subject, "rank_seconds", ask.start())
+    steps = sum(ask.windows.increases(ask.subject, "graph_passes", ask.start()).values())
+    needed = float(ask.rule.params["steps"])
+    if steps < needed:
+        return ask.idle(f"{steps:.0f} of at least {needed:.0f} decode steps")
+    middle = median(seconds.values())
+    if middle <= 0:
+        return ask.idle("no rank computed")
+    slow = max(seconds, key=lambda rank: seconds[rank])
+    spread = (seconds[slow] - min(seconds.values())) / middle
+    evidence: dict[str, Any] = {"slow_rank": slow, "slow_s": seconds[slow], "median_s": middle, "steps": steps}
+    if ask.target is not None and slow.isdigit() and int(slow) < len(ask.target.gpus):
+        index = ask.target.gpus[int(slow)]
+        evidence["slow_gpu"] = next((g.uuid for g in ask.scene.gpus.values() if g.index == index), f"GPU {index}")
+    return ask.value(spread, at=ask.told_at("rank_seconds"), method="engine's own seconds per rank", evidence=evidence)
 
 
 def rank_clock_spread(ask: Ask) -> Signal:
@@ -570,6 +678,8 @@ def rank_clock_spread(ask: Ask) -> Signal:
     sleeping = ask.asleep()
     if sleeping:
         return sleeping
+    if len(ask.target.gpus) < 2:
+        return ask.na("which GPUs its ranks are on is not known: name them under `engines: gpus:`")
     clocks: dict[str, float] = {}
     by_index = {g.index: g for g in ask.scene.gpus.values()}
     for index in ask.target.gpus:
@@ -638,15 +748,18 @@ def prefix_cache_hit_rate(ask: Ask) -> Signal:
     caching = ask.windows.latest(ask.subject, "prefix_caching", ask.now)
     if isinstance(caching, Sample) and caching.value <= 0:
         return ask.na("prefix caching is off")
-    missing = ask.asleep() or ask.problem("prefix_queries") or ask.problem("prefix_hits") \
-        or ask.uncovered("prefix_queries")
+    missing = ask.asleep() or ask.problem("prefix_queries", ask.teller("prefix_queries")) \
+        or ask.problem("prefix_hits", ask.teller("prefix_hits"))
+    if missing is not None and missing.state == "na" and ask.scene.sleeps(ask.subject) is False:
+        return told_hit_rate(ask) or missing
+    missing = missing or ask.uncovered("prefix_queries", ask.teller("prefix_queries"))
     if missing:
         return missing
-    warm = ask.warming_up("prefix_queries", COLD_CACHE_S)
-    if warm:
-        return ask.idle(warm)
+    cold = cold_cache(ask, "prefix_queries")
+    if cold:
+        return ask.idle(cold)
     start = ask.start()
-    queries, hits = ask.count("prefix_queries", ask.subject, start), ask.count("prefix_hits", ask.subject, start)
+    queries, hits = (ask.count(name, ask.teller(name), start) for name in ("prefix_queries", "prefix_hits"))
     needed = ask.rule.min_count or 1
     if queries < needed:
         return ask.idle(f"{queries:.0f} of at least {needed} tokens looked up")
@@ -656,7 +769,31 @@ def prefix_cache_hit_rate(ask: Ask) -> Signal:
         evidence["note"] = "does not pay for itself"
     if ask.count("preemptions", ask.subject, start) > 0:
         return ask.idle("preemptions in the window inflate it", rate, evidence=evidence)
-    return ask.value(rate, at=ask.told_at("prefix_queries"), evidence=evidence)
+    return ask.value(rate, at=ask.told_at("prefix_queries", ask.teller("prefix_queries")), evidence=evidence)
+
+
+def cold_cache(ask: Ask, name: str) -> str | None:
+    """Why a prefix cache cannot have hits yet: the engine (re)started, or woke from a sleep that emptied it."""
+    warm = ask.warming_up(name, COLD_CACHE_S, ask.teller(name))
+    if warm:
+        return warm
+    slept = ask.windows.last_over(ask.subject, "asleep", 0.0)
+    return f"woke {ask.now - slept:.0f} s ago" if slept is not None and ask.now - slept < COLD_CACHE_S else None
+
+
+def told_hit_rate(ask: Ask) -> Signal | None:
+    """H10 where an engine counts no tokens and works the rate out itself; None where it does neither."""
+    got = ask.windows.latest(ask.subject, "prefix_hit_ratio", ask.now)
+    if not isinstance(got, Sample):
+        return None if got.code is Why.NOT_SUPPORTED or ask.windows.track_of(
+            ask.subject, "prefix_hit_ratio") is None else ask.gap(got.code, got.why)
+    cold = cold_cache(ask, "prefix_hit_ratio")
+    if cold:
+        return ask.idle(cold, got.value)
+    looked_up, needed = ask.count("prompt_tokens", ask.teller("prompt_tokens"), ask.start()), ask.rule.min_count or 1
+    if looked_up < needed and ask.windows.keys_now(ask.teller("prompt_tokens"), "prompt_tokens"):
+        return ask.idle(f"{looked_up:.0f} of at least {needed} prompt tokens", got.value)
+    return ask.value(got.value, at=got.at, method="engine's own rate", evidence={"prompt_tokens": looked_up})
 
 
 # --- the rest of the monitoring set ----------------------------------------------------------------------------------
@@ -671,7 +808,7 @@ def qps_change(ask: Ask) -> Signal:
     current = arrivals(ask, ask.now - span_s, ask.now)
     before_s, day_s = 1800.0, 86400.0
     assert ask.target is not None  # noqa: S101
-    first = ask.target.engines[0]
+    first = ask.scene.tellers(ask.target, "ttft")[0]
     start, track = ask.now - span_s - before_s, ask.windows.track_of(first, "ttft")
     if track is None or ask.windows.watched_s(first, "ttft", start) < HALF * before_s:
         return ask.idle("learning the usual rate")
@@ -684,7 +821,8 @@ def qps_change(ask: Ask) -> Signal:
     if min(expected.values()) < needed:
         return ask.idle(f"{min(expected.values()):.0f} of at least {needed} requests expected in {span_s:.0f} s")
     off = min(abs(current / e - 1) for e in expected.values())
-    return ask.value(off, at=ask.told_at("ttft", *ask.target.engines), method="estimate: first tokens + waiting",
+    at = ask.told_at("ttft", *ask.scene.tellers(ask.target, "ttft"))
+    return ask.value(off, at=at, method="estimate: first tokens + waiting",
                      evidence={"requests": current} | expected)
 
 
@@ -692,7 +830,7 @@ def hushed(ask: Ask) -> Signal | None:
     """Not judged for 15 m after a restart, or after an engine came in addition."""
     assert ask.target is not None  # noqa: S101
     for engine in ask.target.engines:
-        warm = ask.warming_up("ttft", RESTART_HUSH_S, engine)
+        warm = ask.warming_up("waiting", RESTART_HUSH_S, engine)
         if warm:
             return ask.idle(warm)
         if ask.windows.level(engine, "waiting", ask.now - RESTART_HUSH_S) is None:
@@ -706,8 +844,8 @@ def arrivals(ask: Ask, start: float, end: float) -> float:
     total = 0.0
     for engine in ask.target.engines:
         before, after = ask.windows.level(engine, "waiting", start), ask.windows.level(engine, "waiting", end)
-        change = 0.0 if before is None or after is None else after - before
-        total += ask.windows.increase(engine, "ttft", start, end, "count") + change
+        total += 0.0 if before is None or after is None else after - before
+    total += sum(ask.windows.increase(by, "ttft", start, end, "count") for by in ask.scene.tellers(ask.target, "ttft"))
     return max(0.0, total)
 
 
@@ -839,9 +977,9 @@ def error_rate(ask: Ask) -> Signal:
     trouble = error_trouble(ask, ask.target)
     if trouble:
         return trouble
-    uncovered = ask.uncovered("finished", ask.target.engines[0])
-    if uncovered and ask.uncovered("http"):
-        return uncovered
+    uncovered = [ask.uncovered(name, subject) for subject, name in errors_told_by(ask, ask.target)]
+    if all(uncovered):
+        return next(signal for signal in uncovered[::-1] if signal)
     errors, n, how = errors_and_requests(ask, ask.target, ask.start())
     if n <= 0:
         return ask.idle("no requests")
@@ -853,7 +991,12 @@ def spec_decode_acceptance(ask: Ask) -> Signal:
     """M8. Accepted ÷ drafted tokens of speculative decoding."""
     missing = ask.asleep() or ask.problem("spec_draft") or ask.problem("spec_accepted") or ask.uncovered("spec_draft")
     if missing:
-        return missing
+        got = ask.windows.latest(ask.subject, "spec_acceptance", ask.now)
+        if missing.state != "na" or not isinstance(got, Sample) or ask.scene.sleeps(ask.subject):
+            return missing
+        if progress_at(ask, ask.subject, ask.now - STALE_S) is None:
+            return ask.idle("no token in the last minute: the engine's rate sticks", got.value)
+        return ask.value(got.value, at=got.at, method="engine's own rate")
     drafted = ask.count("spec_draft", ask.subject, ask.start())
     accepted = ask.count("spec_accepted", ask.subject, ask.start())
     needed = ask.rule.min_count or 1
@@ -919,18 +1062,62 @@ def engine_stuck(ask: Ask) -> Signal:
     """
     sleeping = ask.asleep()
     running, waiting = ask.latest("running"), ask.latest("waiting")
-    if sleeping or isinstance(running, Signal) or isinstance(waiting, Signal):
-        return sleeping or unanswered(ask) or next(s for s in (running, waiting) if isinstance(s, Signal))
+    outstanding = canary_waits(ask)
+    if sleeping:
+        return sleeping
+    if isinstance(running, Signal) or isinstance(waiting, Signal):
+        gone = next(s for s in (running, waiting) if isinstance(s, Signal))
+        return unanswered(ask) or (outstanding if outstanding is not None and outstanding.value else gone)
     kv = ask.windows.latest(ask.subject, "kv_usage", ask.now)
     flat_limit_s, queue_limit_s = float(ask.rule.params["flat"]), float(ask.rule.params["queue"])
-    flat_s = held_s(ask, flat_limit_s, lambda runs, waits: runs + waits > 0, flat=True)
+    told = bool(progress_series(ask, ask.subject))  # what tells of no progress is not flat
+    flat_s = held_s(ask, flat_limit_s, lambda runs, waits: runs + waits > 0, flat=True) if told else 0.0
+    routed_s = routed_and_flat_s(ask, flat_limit_s) if told else 0.0
     queue_s = 0.0
     if isinstance(kv, Sample) and kv.value < EMPTY_KV:
         queue_s = held_s(ask, queue_limit_s, lambda runs, waits: waits > 0 and runs <= 0, flat=False)
-    value = max(flat_s / flat_limit_s, queue_s / queue_limit_s)
-    return ask.value(value, at=min(running.at, waiting.at),
-                     evidence={"running": running.value, "waiting": waiting.value, "flat_s": flat_s,
-                               "waiting_alone_s": queue_s})
+    value = max(flat_s / flat_limit_s, routed_s / flat_limit_s, queue_s / queue_limit_s)
+    evidence = {"running": running.value, "waiting": waiting.value, "flat_s": flat_s, "waiting_alone_s": queue_s}
+    evidence |= {"flat_while_routed_s": routed_s} if routed_s else {}
+    if outstanding is not None:
+        evidence |= outstanding.evidence
+        value = max(value, outstanding.value or 0.0)
+    return ask.value(value, at=min(running.at, waiting.at), evidence=evidence)
+
+
+def canary_waits(ask: Ask) -> Signal | None:
+    """L2 by the canary: it has waited for `outstanding`, and no counter moved for `seen`. None: there is no canary.
+
+    In a real hang vLLM's page says running 0 and waiting 0, and stays so: then this alone sees it.
+    """
+    assert ask.target is not None  # noqa: S101
+    age = ask.windows.latest(ask.target.name, "canary_age_s", ask.now)
+    if not isinstance(age, Sample):
+        return None
+    seen_s, outstanding_s = float(ask.rule.params["seen"]), float(ask.rule.params["outstanding"])
+    since = ask.now - 2 * seen_s - age.value
+    moved_at = progress_at(ask, ask.subject, since) or since
+    flat_s = ask.now - max(moved_at, ask.windows.restarted_at(ask.subject, "running") or since)
+    value = min(flat_s / seen_s, age.value / outstanding_s)
+    return ask.value(value, at=age.at, evidence={"canary_waits_s": age.value, "flat_with_canary_s": flat_s})
+
+
+def routed_and_flat_s(ask: Ask, limit_s: float) -> float:
+    """Seconds for which a router had requests in flight at this engine while no counter of it moved."""
+    assert ask.target is not None  # noqa: S101
+    since = ask.now - 2 * limit_s - 3 * ask.windows.interval_s
+    moved_at, restarted_at = progress_at(ask, ask.subject, since), ask.windows.restarted_at(ask.subject, "running")
+    floor = max(moved_at or since, restarted_at or since)
+    longest = 0.0
+    for router in ask.scene.routers:
+        for key in ask.windows.keys(router, "router_worker_inflight"):
+            if not replica_of(ask.target, key):
+                continue
+            busy = list(takewhile(lambda row: row[1] > 0,
+                                  ask.windows.backward(router, ("router_worker_inflight", key))))
+            if busy and ask.windows.problem(router, "router_worker_inflight", ask.now) is None:
+                longest = max(longest, ask.windows.watched_s(ask.subject, "running", max(floor, busy[-1][0])))
+    return longest
 
 
 def unanswered(ask: Ask) -> Signal | None:
@@ -1037,7 +1224,8 @@ SIGNALS: Mapping[str, tuple[SignalSpec, Callable[[Ask], Signal]]] = {row[0].id: 
     _row("queue_age", "s", "engine", "age of the oldest request never yet scheduled", queue_age_s),
     _row("kv_cache_utilization", "ratio", "engine", "share of KV-cache blocks in use", kv_cache_utilization),
     _row("preemptions", "count", "engine", "requests preempted in the window", preemptions, windowed=True),
-    _row("graph_fallback", "ratio", "engine", "decode steps that ran eager though captured", graph_fallback),
+    _row("graph_fallback", "ratio", "engine", "decode steps that ran eager though captured", graph_fallback,
+         windowed=True, estimate="ratio"),
     _row("ttft_slow_share", "ratio", "target", "share of first tokens slower than the SLO, lower bound",
          slow_signal("ttft"), windowed=True, counted=True, limit="slo"),
     _row("ttft_possibly_slow_share", "ratio", "target", "the same, where the SLO lies inside a bucket",
@@ -1053,7 +1241,8 @@ SIGNALS: Mapping[str, tuple[SignalSpec, Callable[[Ask], Signal]]] = {row[0].id: 
     _row("error_burn", "of limit", "target", "burn of the error budget, as a multiple of the rule's factor", error_burn,
          pairs="pairs"),
     _row("node_error_burn", "of limit", "node", "the same for all engines of the node", error_burn, pairs="pairs"),
-    _row("rank_step_spread", "ratio", "group", "spread of compute time over the ranks", rank_step_spread),
+    _row("rank_step_spread", "ratio", "group", "spread of compute time over the ranks", rank_step_spread,
+         windowed=True, steps="number"),
     _row("rank_clock_spread", "ratio", "group", "spread of SM clocks over the busy ranks", rank_clock_spread),
     _row("gpu_temperature", "celsius", "gpu", "temperature of the GPU", gpu_temperature),
     _row("gpu_thermal_margin", "kelvin", "gpu", "kelvins left to the card's own limit", gpu_thermal_margin,
@@ -1077,7 +1266,7 @@ SIGNALS: Mapping[str, tuple[SignalSpec, Callable[[Ask], Signal]]] = {row[0].id: 
     _row("engine_stopped", "count", "target", "failed reads in a row while it starts or was asked to stop",
          engine_stopped),
     _row("engine_stuck", "of limit", "engine", "time without progress while work is in flight", engine_stuck,
-         flat="duration", queue="duration"),
+         flat="duration", queue="duration", seen="duration", outstanding="duration"),
     _row("blind", "count", "any", "required signals that cannot be measured", _told_elsewhere),
     _row("user_ttft_slow_share", "ratio", "user", "share of first tokens that users got later than the SLO",
          slow_signal("user_ttft"), windowed=True, counted=True, limit="slo"),
@@ -1100,11 +1289,72 @@ def subjects(scene: Scene, spec: SignalSpec) -> list[str]:
     memo, key = scene.memo, ("subjects", spec.subject)
     if key not in memo:
         engines = [e for t in scene.targets.values() for e in t.engines]
-        groups = [e for t in scene.targets.values() if len(t.gpus) > 1 for e in t.engines]
+        groups = [e for t in scene.targets.values() for e in t.engines
+                  if len(t.gpus) > 1 or len(scene.windows.keys(e, "rank_seconds")) > 1]
         memo[key] = {"engine": engines, "target": list(scene.targets), "gpu": list(scene.gpus), "node": [scene.node],
                      "group": groups, "user": list(scene.users)}[spec.subject]
     found: list[str] = memo[key]
     return found
+
+
+ROUTER_COUNTS = ("router_requests", "router_errors", "router_responses", "router_retries", "router_worker_requests",
+                 "router_worker_errors")
+ROUTER_LEVELS = ("router_worker_up", "router_worker_inflight", "router_inflight", "router_queue")
+ROUTER_SPANS_S = (60.0, 300.0)
+
+
+def router_signals(scene: Scene) -> list[Signal]:
+    """What routers count, judged by no rule: one signal a series, its key in the evidence.
+
+    A count's value is what it has risen since it was first read, through restarts of the router; `rise_60s` and
+    `rise_300s` are that of the last minute and of five.
+    """
+    return [signal for router in scene.routers for name in (*ROUTER_COUNTS, *ROUTER_LEVELS)
+            for signal in router_series(scene, router, name)]
+
+
+def router_series(scene: Scene, router: str, name: str) -> list[Signal]:
+    """Every series of one number of a router, or why there is none."""
+    windows, is_count = scene.windows, name in ROUTER_COUNTS
+    trouble = windows.problem(router, name, scene.now)
+    unit = "count" if is_count else "requests"
+    if trouble is not None:
+        missing = windows.gaps.get((router, name)) or trouble  # a counter that has not counted yet was never told
+        if missing.code is Why.NOT_SUPPORTED:
+            return [Signal(name, router, "na", scene.now, unit=unit, why=missing.why)]
+        if windows.track_of(router, name) is None and (router, name) not in windows.gaps:
+            return [Signal(name, router, "value", scene.now, 0.0, unit, evidence={"key": ""})] if is_count else []
+        return [Signal(name, router, "gap", scene.now, unit=unit, why=missing.why, code=missing.code)]
+    found = []
+    for key in sorted(windows.keys_now(router, name)):
+        latest = windows.latest(router, name, scene.now, key)
+        if not isinstance(latest, Sample):
+            continue
+        evidence: dict[str, Any] = {"key": key}
+        if name.startswith("router_worker"):
+            evidence["worker"] = key
+        if is_count:
+            evidence |= {f"rise_{span_s:.0f}s": windows.increase(router, name, scene.now - span_s, key=key)
+                         for span_s in ROUTER_SPANS_S}
+        found.append(Signal(name, router, "value", latest.at, latest.value, unit, evidence=evidence))
+    return found
+
+
+def imbalance(values: Mapping[str, float]) -> dict[str, Any] | None:
+    """How far apart the engines of a target are: largest ÷ smallest, which are fast, and all together.
+
+    Never one of them for all, never their mean: either hides the slow ones. None: fewer than two, or one stands.
+    """
+    if len(values) < 2 or min(values.values()) <= 0:
+        return None
+    least, most = min(values.values()), max(values.values())
+    return {"max_over_min": most / least, "total": sum(values.values()),
+            "fast": [subject for subject, value in values.items() if value > math.sqrt(least * most) and most > least]}
+
+
+def replica_of(target: Target, worker: str) -> bool:
+    """Whether a router's word for a replica means this target: its address, with or without scheme and path."""
+    return bool(target.address) and re.sub(r"^\w+://|/.*$", "", worker) == target.address
 
 
 def compute(scene: Scene, rules: list[Rule], resolved_at: Mapping[tuple[str, str], float],

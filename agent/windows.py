@@ -567,10 +567,14 @@ class Windows:
         return ((at, value) for at, value in zip(track.times[first:], column[first:], strict=True)
                 if not math.isnan(value))
 
-    def backward(self, subject: str, *series: tuple[str, str]) -> Iterator[tuple[float, ...]]:
-        """(time, value, value, …) of each row that told all of the given (name, key), newest first."""
-        track = self.track_of(subject, series[0][0])
-        columns = [] if track is None else [track.columns.get((name, subject, key)) for name, key in series]
+    def backward(self, subject: str, *series: tuple[str, str] | tuple[str, str, str]) -> Iterator[tuple[float, ...]]:
+        """(time, value, value, …) of each row that told all of the given (name, key), newest first.
+
+        A series of another subject, told by the same source, is (name, key, subject).
+        """
+        keys = [(one[0], one[2] if len(one) == 3 else subject, one[1]) for one in series]
+        track = self.track_of(keys[0][1], keys[0][0])
+        columns = [] if track is None else [track.columns.get(key) for key in keys]
         if track is None or None in columns:
             return
         told = [c for c in columns if c is not None]

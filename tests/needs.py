@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -27,8 +28,9 @@ PACKAGES = {
     "systemd-sysusers": "systemd",
     "unshare": "util-linux",
 }
+FROM_PYPI = ("vllm-router",)  # not Debian's
 # Debian keeps iptables, nft and ip where an ordinary user's PATH does not look.
-EXTRA_PATH = ("/usr/local/sbin", "/usr/sbin", "/sbin")
+EXTRA_PATH = ("/usr/local/sbin", "/usr/sbin", "/sbin", str(Path(__file__).resolve().parents[1] / ".venv-router/bin"))
 
 
 def find(tool: str) -> str | None:
@@ -43,6 +45,8 @@ def missing(tool: str) -> str | None:
         return None if os.geteuid() == 0 else "needs root: run it as root, or in a container"
     if find(tool):
         return None
+    if tool in FROM_PYPI:
+        return f"needs {tool}: make {tool}, which installs it into a virtual environment of its own"
     package = PACKAGES.get(tool, PROGRAMS.get(tool, tool))
     return f"needs {tool}: apt-get install {package}"
 

@@ -52,6 +52,7 @@ class PageServer:
         self._page: Page = page
         self._fault: Fault = "none"
         self._health = (200, 0.0)
+        self.others: dict[str, bytes] = {}  # path -> page, beside /metrics and /health
         self._port = port
         self._http: CutServer | None = None
         self._released = threading.Event()  # lets hanging and dripping handlers end
@@ -171,6 +172,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/metrics":
             owner.scrapes += 1
             self._metrics(owner.reply())
+        elif path in owner.others:
+            self._send(Reply(owner.others[path]))
         else:
             self._send(Reply(b"not found\n", 404))
 

@@ -13,6 +13,7 @@ import pytest
 
 from agent.model import Batch, Gap, Sample, Source, Why
 from agent.sources.engine import EngineSource
+from tests.engine_pages import PAGES, trtllm_json
 from tests.page_server import Fault, PageServer
 
 DATA = Path(__file__).parent / "data"
@@ -240,6 +241,19 @@ def test_a_health_of_503_is_down_though_the_page_is_served(server: PageServer, s
     source.close()
 
 
+def test_tgis_health_under_load_is_slow_and_not_down(server: PageServer) -> None:
+    """TGI#3241: /health said 503 under mere backpressure, and the replica was taken for dead."""
+    server.set_page(PAGES["tgi-3.3.7"](600.0))
+    server.set_health(503)
+    source = EngineSource("t", server.url, connect_s=0.3, total_s=SHORT_S, health_total_s=SHORT_S)
+    until(lambda: source.read(1.0).error is None and source._health.look() is not None)
+
+    assert ladder(source.read(2.0)) == (0, 1, 1)
+    server.set_page(PAGE)  # vLLM's 503 says that the core is dead
+    assert ladder(source.read(3.0)) == (1, 0, 1)
+    source.close()
+
+
 def test_a_health_that_is_well_is_left_alone(server: PageServer) -> None:
     """It costs some engines a slot: as often as is said, however often the page is read."""
     source = EngineSource("t", server.url, health_every_s=0.4)
@@ -296,7 +310,10 @@ def test_a_host_name_without_address_says_so() -> None:
         (PAGE, 404, {}, Why.BAD_STATUS, "is it the engine's own port"),
         (PAGE, 401, {}, Why.BAD_STATUS, "it wants credentials"),
         (PAGE, 206, {}, Why.BAD_STATUS, "HTTP 206"),
-        (b"[]", 200, {"Content-Type": "application/json"}, Why.BAD_PAGE, "it calls itself application/json"),
+        (b"[]", 200, {"Content-Type": "application/json"}, Why.NO_DATA, "it calls itself application/json"),
+        (b"[]", 200, {}, Why.NO_DATA, "enable_iter_perf_stats is off"),
+        (b'[{"a": 1}]', 200, {}, Why.BAD_PAGE, "not of TensorRT-LLM's iterations"),
+        (b"[1", 200, {}, Why.BAD_PAGE, "no list of iterations"),
         (b"<html>\n<p>Sign in</p>\n", 200, {"Content-Type": "text/html"}, Why.BAD_PAGE, "it calls itself text/html"),
         (PAGE, 200, {"Content-Encoding": "gzip"}, Why.BAD_PAGE, "gzip"),
         (PAGE, 200, {"Content-Encoding": "br"}, Why.BAD_PAGE, "only gzip"),
@@ -323,6 +340,36 @@ def test_what_is_no_page_is_a_gap_and_not_an_outage(
     assert ladder(batch) == (0, 0, 2)
     server.set_page(PAGE)
     assert is_whole(source.read(3.0))
+
+
+def test_trtllms_json_is_read_where_there_is_nothing_else(server: PageServer, source: EngineSource) -> None:
+    """aibrix#2004: /metrics of trtllm-serve is JSON; the last iteration counts, and doctor says where it is from."""
+    server.set_page(trtllm_json(600.0), headers={"Content-Type": "application/json"})
+    batch = source.read(2.0)
+
+    told = {r.name: r.value for r in batch.readings if isinstance(r, Sample)}
+    assert (told["waiting"], told["running"], told["kv_usage"], told["kv_blocks"]) == (2, 3, 0.83, 8000)
+    assert isinstance(reading(batch, "ttft"), Gap)
+    assert batch.engine is not None
+    assert batch.engine.kind == "trtllm-serve"
+    note = next(f.note for f in batch.engine.found if f.name == "kv_usage")
+    assert note == "usedNumBlocks / maxNumBlocks of the JSON page"
+
+
+def test_trtllms_prometheus_page_is_found_and_its_json_left_alone(server: PageServer) -> None:
+    """Each read empties the JSON list: another monitor saw half of it. We read it once, at first sight."""
+    server.set_page(trtllm_json(600.0), headers={"Content-Type": "application/json"})
+    server.others["/prometheus/metrics"] = PAGES["trtllm-1.3"](600.0).encode()
+    source = EngineSource("t", server.url)
+    batches = [source.read(float(i)) for i in range(3)]
+
+    assert [reading(batch, "kv_usage") for batch in batches] == [Sample("kv_usage", "t", 0.83, i) for i in range(3)]
+    assert isinstance(next(r for r in batches[0].readings if r.name == "ttft"), Sample)
+    assert server.scrapes == 1
+    server.others.clear()
+    server.set_page(PAGE)  # another engine listens here now
+    assert is_whole(source.read(4.0))
+    source.close()
 
 
 def test_a_body_without_end_is_left_at_the_limit(server: PageServer) -> None:

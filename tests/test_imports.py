@@ -47,10 +47,11 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.incidents": Row("agent.model"),
     "agent.node": Row("agent agent.evaluate agent.incidents agent.model agent.signals agent.windows agent.words"),
     "agent.engines": Row("agent.model", "importlib msgspec yaml"),  # its maps, read from the package
+    "agent.engines.trtllm_json": Row("agent.exposition agent.model", "msgspec"),
     "agent.engines.pages": Row("agent.engines agent.exposition agent.model"),
     # Files of the user's, read once.
     "agent.strict": Row("", "msgspec pathlib yaml"),
-    "agent.config": Row("agent.model agent.strict rules", "msgspec os pathlib socket zoneinfo"),
+    "agent.config": Row("agent.engines agent.model agent.strict rules", "msgspec os pathlib socket zoneinfo"),
     "rules": Row("agent.model agent.strict", "msgspec pathlib"),
     "agent.backtest": Row(
         "agent.config agent.engines.pages agent.evaluate agent.exposition agent.model agent.node agent.signals"
@@ -59,8 +60,17 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     # The edges, which touch the world.
     "agent.sources": Row(),
-    "agent.sources.engine": Row("agent.engines.pages agent.exposition agent.model agent.sources.fetch", WORLD),
+    "agent.sources.engine": Row(
+        "agent.engines.pages agent.engines.trtllm_json agent.exposition agent.model agent.sources.fetch", WORLD
+    ),
     "agent.sources.fetch": Row("agent.model", WORLD),
+    "agent.sources.discovery": Row(
+        "agent.engines agent.exposition agent.model agent.sources.fetch", WORLD
+    ),
+    "agent.sources.probe": Row("agent.model agent.sources.fetch", WORLD),
+    "agent.sources.router": Row(
+        "agent.engines agent.engines.pages agent.exposition agent.model agent.sources.fetch", WORLD
+    ),
     "agent.sources.nvml": Row("agent.model agent.sources.nvml_values", WORLD),
     "agent.sources.nvml_values": Row("agent.model", "pynvml"),
     "agent.notifiers": Row(
@@ -84,16 +94,20 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sdnotify": Row("", "os socket time"),
     "agent.client": Row("", "http pathlib socket"),
     "agent.loop": Row(
-        "agent.model agent.node agent.notifiers agent.outbox agent.store agent.web.metrics agent.windows", WORLD
+        "agent.model agent.node agent.notifiers agent.outbox agent.signals agent.store agent.web.metrics agent.windows",
+        WORLD,
     ),
     "agent.daemon": Row(
         "agent.config agent.loop agent.model agent.node agent.notifiers agent.outbox agent.sdnotify agent.signals"
-        " agent.sources.engine agent.sources.nvml agent.store agent.strict agent.web.app agent.web.server rules",
+        " agent.sources.discovery agent.sources.engine agent.sources.nvml agent.sources.probe agent.sources.router"
+        " agent.store agent.strict agent.web.app agent.web.server rules",
         WORLD,
     ),
     # The command line, which no daemon imports.
     "agent.oneshot": Row(
-        "agent.config agent.daemon agent.loop agent.model agent.node agent.signals agent.windows", "time"
+        "agent.config agent.daemon agent.loop agent.model agent.node agent.signals agent.sources.discovery"
+        " agent.windows",
+        "msgspec time",
     ),
     "agent.record": Row("agent.exposition agent.model agent.sources.fetch", WORLD),
     "agent.show": Row("agent.words", "rich shutil"),

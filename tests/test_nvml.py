@@ -146,6 +146,14 @@ def test_values_follow_the_scenario(start: Start) -> None:
     assert (first.value(0, "gpu_sm_clock_mhz"), second.value(0, "gpu_sm_clock_mhz")) == (1980.0, 1170.0)
 
 
+def test_whose_processes_compute_on_a_gpu(start: Start) -> None:
+    """By them an engine is known to be on it; a library that does not tell costs nothing."""
+    seen = start(node({"processes": {"4711": 1, "42": 1}})).read()
+    assert seen.gpu(0).pids == (42, 4711)
+    assert start(node({"processes": {}})).read().gpu(0).pids == ()
+    assert start(node({})).read().gpu(0).pids == ()
+
+
 def test_a_poll_of_eight_gpus_is_cheap(start: Start) -> None:
     """The monitor of eight GPUs must not be felt on the node: under 5 ms of CPU a poll."""
     reader = start(SCENARIOS / "healthy.json")
@@ -671,5 +679,6 @@ def test_released_gpus_are_not_asked(start: Start) -> None:
     reader = start(node({"processes": {"41": 24}}))
     reader.read()
     assert reader("release") is None
+    before = reader.calls("nvmlDeviceGetComputeRunningProcesses_v3", 0)
     assert reader("processes") is None
-    assert reader.calls("nvmlDeviceGetComputeRunningProcesses_v3", 0) == 0
+    assert reader.calls("nvmlDeviceGetComputeRunningProcesses_v3", 0) == before

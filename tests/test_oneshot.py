@@ -53,7 +53,7 @@ def refused_url() -> str:
 def config(*urls: str, **more: Any) -> Config:
     """These engines, no NVML."""
     engines = tuple(EngineConfig(url=url, name=f"e{i}") for i, url in enumerate(urls))
-    return Config(node="gpu-17", engines=engines, nvml="off", **more)
+    return Config(node="gpu-17", engines=engines, nvml="off", discover=False, **more)
 
 
 def look(settings: Config, watch_s: float = WATCH_S) -> tuple[dict[str, Any], list[str]]:
@@ -94,7 +94,7 @@ def test_with_nothing_to_watch_it_says_at_once_what_it_looked_for() -> None:
     assert time.monotonic() - began < 5
     assert answer["verdict"] == "unknown"
     told = "\n".join(answer["looked_for"])
-    assert "engines: none is configured" in told
+    assert "engines: none is configured or found" in told
     assert "`engines:` in /etc/tocsin/tocsin.yaml" in told
     assert "NVML: off in the configuration" in told
 

@@ -207,15 +207,29 @@ def test_c042_what_an_engine_does_not_export_is_not_supported_and_the_rest_is_re
     )
 
 
+def test_c042_llama_cpp_as_it_is_known() -> None:
+    """The page of the report by llama.cpp's own map: KV says that it was removed, the queue is read."""
+    page = """llamacpp:requests_processing 3
+        llamacpp:requests_deferred 5
+        llamacpp:predicted_tokens_seconds 56
+        llamacpp:prompt_tokens_seconds 900"""
+    readings = first(vllm(page, started=None))
+
+    assert value(readings, "running") == 3
+    assert value(readings, "waiting") == 5
+    assert gap(readings, "kv_usage").code is Why.NOT_SUPPORTED
+    assert "llama.cpp no longer exports it" in gap(readings, "kv_usage").why
+
+
 def test_c042_an_engine_that_this_version_does_not_know_is_said_with_its_families() -> None:
-    """A llama.cpp was given where only vLLM is known: nothing of it may look healthy, and the text says why."""
+    """An engine was given that no map knows: nothing of it may look healthy, and the text says why."""
     reader = PageReader("t")
-    readings = read(reader, "llamacpp:requests_processing 3\nllamacpp:requests_deferred 5\n")
+    readings = read(reader, "newengine:requests_processing 3\nnewengine:requests_deferred 5\n")
 
     unknown = gap(readings, "kv_usage")
     assert unknown.code is Why.MISSING
-    assert "llamacpp:requests_processing, llamacpp:requests_deferred" in unknown.why
-    assert "(only vLLM)" in unknown.why
+    assert "newengine:requests_processing, newengine:requests_deferred" in unknown.why
+    assert "(only vLLM, Ray Serve LLM, SGLang, trtllm-serve, " in unknown.why
     assert facts(reader).kind == "unknown"
     assert not [r for r in readings if isinstance(r, Sample)]
 
@@ -273,7 +287,8 @@ def test_a_real_page_gives_every_number_that_another_parser_finds() -> None:
     assert value(readings, "kv_blocks") == 8192
     assert value(readings, "process_start") == 1795975177.66
     names = {r.name for r in readings if isinstance(r, Gap)}
-    assert names == {"swapped", "spec_draft", "spec_accepted", "graph_fallback"}
+    only_of_others = {"graph_passes", "rank_seconds", "paused", "throughput", "prefix_hit_ratio", "spec_acceptance"}
+    assert names == {"swapped", "spec_draft", "spec_accepted", "graph_fallback"} | only_of_others
     assert all(r.code is Why.NOT_SUPPORTED for r in readings if isinstance(r, Gap))
 
 
@@ -465,6 +480,16 @@ def test_engines_are_called_by_their_index_where_there_are_several(
 
     assert facts(reader).engines == want
     assert [value(readings, "running", subject) for subject in want] == [i + 1 for i in indices]
+
+
+def test_an_index_that_was_never_there_is_said() -> None:
+    """vllm-ascend#10049: the page of four data-parallel engines showed three of them from the start."""
+    reader = PageReader("t")
+    read(reader, dp(0, 1, 3))
+    assert "between 0 and 3 this page tells not 2" in found(reader, "page").note
+    reader = PageReader("t")
+    read(reader, dp(8, 9))  # an external load balancer's second node
+    assert "tells not" not in found(reader, "page").note
 
 
 def test_an_engine_of_several_that_is_gone_is_missing() -> None:

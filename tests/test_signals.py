@@ -1079,3 +1079,103 @@ def test_a_restart_of_tocsin_changes_no_signal() -> None:
     assert want[("preemptions", "e")].value == 2
     assert verdict(want[("ttft-p99", "e")], "ttft-p99") == "breach"
     assert verdict(want[("error-burn-fast", "e")], "error-burn-fast") == "clear"
+
+
+# --- the witnesses of a hang ------------------------------------------------------------------------------------------
+
+HUNG = {"running": 0.0, "waiting": 0.0, "kv_usage": 0.0, "generation_tokens": 700.0, "ttft.count": 30.0}
+
+
+def test_a_hang_that_the_page_hides_is_seen_by_the_canary() -> None:
+    """vLLM's core was stopped for 300 s: running 0, waiting 0, /health 200, all green; one canary waited for 16 s."""
+    windows = serve(0, 60, {**HUNG, "running": 2.0, "generation_tokens": 0.0})
+    serve(65, 95, HUNG, into=windows)
+    read(windows, 95, "e", {"canary_age_s": 11.0}, source="canary")
+    assert verdict(at_end(windows, "engine-stuck", 95), "engine-stuck") == "clear"
+    serve(100, 100, HUNG, into=windows)
+    read(windows, 100, "e", {"canary_age_s": 16.0}, source="canary")
+    got = at_end(windows, "engine-stuck", 100)
+    assert verdict(got, "engine-stuck") == "breach"
+    assert got.evidence["canary_waits_s"] == 16.0
+
+
+def test_a_slow_canary_on_an_engine_that_works_is_no_hang() -> None:
+    """The queue is long and the canary waits in it for 40 s; tokens flow."""
+    windows = serve(0, 100, lambda at: {**HUNG, "running": 9.0, "generation_tokens": 40 * at})
+    read(windows, 100, "e", {"canary_age_s": 40.0}, source="canary")
+    got = at_end(windows, "engine-stuck", 100)
+    assert got.value is not None
+    assert got.value < 0.5
+
+
+def test_a_canary_that_is_answered_clears_it() -> None:
+    """After SIGCONT: the canary got its answer."""
+    windows = serve(0, 300, HUNG)
+    read(windows, 300, "e", {"canary_age_s": 0.0}, source="canary")
+    assert verdict(at_end(windows, "engine-stuck", 300), "engine-stuck") == "clear"
+
+
+def test_a_silent_page_with_a_canary_that_waits_is_stuck() -> None:
+    """The server process itself was stopped, with no work on its last page: the canary is the only witness."""
+    windows = serve(0, 60, HUNG)
+    for at in times(65, 120):
+        gap = Gap("running", "e", Why.TIMEOUT, "no answer", T0 + at)
+        windows.ingest(Batch("source of e", T0 + at, 0.0, (gap,)))
+        read(windows, at, "e", {"canary_age_s": at - 64.0}, source="canary")
+    assert verdict(at_end(windows, "engine-stuck", 120), "engine-stuck") == "breach"
+
+
+def test_requests_in_flight_at_a_router_are_a_witness() -> None:
+    """The page says that nothing runs; the router has three requests there, and no counter moves for two minutes."""
+    windows = serve(0, 200, HUNG)
+    for at in times(0, 200):
+        read(windows, at, "edge", {"router_worker_inflight.http://10.0.0.1:8000": 3.0 if at > 50 else 0.0})
+    here = scene(windows, 200, routers=("edge",))
+    at_router = replace(here, targets={"e": replace(here.targets["e"], address="10.0.0.1:8000")})
+    got = ask(at_router, "engine-stuck")
+    assert got.evidence["flat_while_routed_s"] == 145.0
+    assert verdict(got, "engine-stuck") == "breach"
+    elsewhere = replace(here, memo={}, targets={"e": replace(here.targets["e"], address="10.0.0.2:8000")})
+    assert verdict(ask(elsewhere, "engine-stuck"), "engine-stuck") == "clear"
+
+
+def test_errors_are_the_routers_where_it_is_through_it_that_requests_come() -> None:
+    """Clients that gave up are 2xx to vLLM; the router in front of it counted 60 of 600 as failed."""
+    windows = serve(0, 600, lambda at: {"http.2xx": at, "finished.stop": at})
+    worker = "http://10.0.0.1:8000"
+    for at in times(0, 600):
+        read(windows, at, "edge", {f"router_worker_requests.{worker}": at, f"router_worker_errors.{worker}": at / 10,
+                                   "router_worker_requests.http://10.0.0.2:8000": 9 * at})
+    here = scene(windows, 600, routers=("edge",))
+    here = replace(here, targets={"e": replace(here.targets["e"], address="10.0.0.1:8000")})
+    got = ask(here, "error-rate")
+    assert (got.evidence["errors"], got.evidence["requests"], got.method) == (30.0, 300.0, "router edge")
+    direct = replace(here, memo={}, targets={"e": replace(here.targets["e"], address="10.9.9.9:8000")})
+    assert ask(direct, "error-rate").evidence["errors"] == 0
+
+
+def test_the_canarys_own_requests_are_taken_out() -> None:
+    """An idle engine failed only the canary: no user had an error."""
+    windows = serve(0, 600, lambda at: {"http.2xx": 0.0, "http.5xx": at / 30, "finished.stop": 0.0})
+    for at in times(0, 600):
+        read(windows, at, "e", {"canary_requests": at / 30, "canary_errors": at / 30}, source="canary")
+    assert at_end(windows, "error-rate", 600).state == "idle"
+
+
+def test_a_cache_is_cold_after_a_sleep() -> None:
+    """Woken after a sleep that dropped the cache: a hit rate of 10 % for ten minutes is no finding."""
+    def tells(at: float) -> Numbers:
+        return {"asleep": 1.0 if 600 <= at < 900 else 0.0, "prefix_queries": 1000 * at, "prefix_hits": 100 * at}
+
+    windows = serve(0, 1400, tells)
+    assert at_end(windows, "prefix-cache-hit-rate", 1400).why == "woke 505 s ago"
+    assert at_end(serve(0, 1600, tells), "prefix-cache-hit-rate", 1600).state == "value"
+
+
+def test_gauges_that_lag_behind_the_load_are_no_hang() -> None:
+    """sglang PR#26495: the load ended and running stood at 3 for another 30 s, until SGLang flushed it."""
+    windows = serve(0, 120, lambda at: {"running": 3.0 if at < 90 else 0.0, "generation_tokens": 40 * min(at, 60.0)})
+    assert verdict(at_end(windows, "engine-stuck", 120), "engine-stuck") == "clear"
+    windows = serve(0, 90, lambda at: {"running": 3.0, "generation_tokens": 40 * min(at, 60.0)})
+    assert verdict(at_end(windows, "engine-stuck", 90), "engine-stuck") == "clear"
+    assert at_end(windows, "kv-cache-utilization", 90).state == "value"

@@ -75,6 +75,9 @@ class FakeView:
     def transitions(self, after_id: int) -> list[dict[str, Any]]:
         return [{"id": n, "rule": "gpu-temperature"} for n in (1, 2, 3) if n > after_id]
 
+    def readings(self) -> list[Signal]:
+        return [Signal("router_requests", "edge", "value", NOW, value=8.0, unit="count")]
+
     def signals(self) -> list[Signal]:
         return [
             Signal("queue_age", "llama", "value", NOW - 2, value=0.25, unit="s", evidence={"high": float("inf")}),
@@ -395,6 +398,12 @@ def test_an_own_fault_is_a_short_id(view: FakeView, unix: Server, capsys: pytest
 def metrics_of(server: Server) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     families = text_string_to_metric_families(fetch(server, "/metrics")[2])
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def test_what_routers_count_stands_beside_the_signals(unix: Server) -> None:
+    """A drill's judge asks how the load was shared: the socket tells it, and no metric of ours does."""
+    edge = json.loads(fetch(unix, "/signals")[2])[-1]
+    assert (edge["id"], edge["subject"], edge["value"]) == ("router_requests", "edge", 8.0)
 
 
 def test_metrics_say_what_the_signals_say(tcp: Server) -> None:

@@ -7,7 +7,7 @@ Names are compared normalised: Ray's prefix and Prometheus's `_total` off, `:` a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any, Literal, NamedTuple
@@ -20,6 +20,13 @@ from agent.model import SAMPLES, Why
 Unit = Literal["1", "s", "ms", "us", "ratio", "percent", "ratio or percent"]
 
 
+class Over(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a name's number is divided by."""
+
+    name: str
+    select: Mapping[str, tuple[str, ...]] = {}
+
+
 class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One name of a quantity. `since`, `hidden` and `gone` are the first versions that have, hide and lack it."""
 
@@ -29,6 +36,21 @@ class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gone: str | None = None
     unit: Unit | None = None  # where it differs from the quantity's
     note: str = ""  # what a person should know of the number
+    select: Mapping[str, tuple[str, ...]] | None = None  # where it differs; no series so labelled: the next name
+    over: Over | None = None  # the formula name ÷ over
+    part: Literal["sum", "count"] | None = None  # of a histogram, where the quantity is a counter
+    beside: bool = False  # another way to the same number, not an older name
+
+
+class Also(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Another family that counts towards a quantity, where it is on the page."""
+
+    name: str
+    key: str | None = None
+    as_key: str | None = None
+    keys: Mapping[str, str] = {}
+    select: Mapping[str, tuple[str, ...]] = {}
+    skip: Mapping[str, tuple[str, ...]] = {}
 
 
 class Quantity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,7 +61,11 @@ class Quantity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unit: Unit = "1"  # "ratio or percent": decided once a build, by the first value over 1.5
     merge: Literal["sum", "max"] = "sum"  # series of one subject and key; ratios are never added
     key: str | None = None  # the label that becomes Sample.key
+    as_key: str | None = None  # a key of our own, where no label has it
+    keys: Mapping[str, str] = {}  # what a label's value is as a key; "*": every other value
     select: Mapping[str, tuple[str, ...]] = {}  # label -> values; other series are not looked at
+    skip: Mapping[str, tuple[str, ...]] = {}  # label -> values of series that are not looked at
+    also: tuple[Also, ...] = ()
     label: str | None = None  # the number stands in this label, not in the value
     words: Mapping[str, float] = {}  # what a label's word is as a number
     invert: bool = False  # 1 - value
@@ -48,6 +74,7 @@ class Quantity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     absent_means: str | None = None  # what its absence says; None: it should be there
     remedy: str | None = None
     witnesses: tuple[str, ...] = ()  # families beside which absence means "nothing counted yet"
+    zero_beside: tuple[str, ...] = ()  # families beside which absence is the number 0
 
 
 class Other(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,8 +99,12 @@ class EngineMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     title: str
     prefix: str  # its own families start so; they show the engine and make the build
     quantities: Mapping[str, Quantity]
+    role: Literal["engine", "router"] = "engine"
+    is_health_load: bool = False  # its /health says 5xx under mere load: slow, and not down, while its page is served
     detect: tuple[str, ...] = ()  # families that show the engine, too
+    bare: tuple[str, ...] = ()  # its own families that some versions write without the prefix
     engine_labels: tuple[str, ...] = ()  # the first that a series has tells engines apart
+    ranks: tuple[str, ...] = ()  # labels of ranks of one engine: a count is the lowest rank's, a share the largest
     model_label: str | None = None
     copies: tuple[str, ...] = ()  # labels whose series repeat one number
     impostors: tuple[Impostor, ...] = ()
@@ -93,11 +124,12 @@ class Chosen(NamedTuple):
 
 
 class Absent(NamedTuple):
-    """Why a quantity is not read. `code` None: it is only not counted yet."""
+    """Why a quantity is not read. `code` None: it is only not counted yet. `is_zero`: its absence is the number 0."""
 
     code: Why | None
     why: str
     remedy: str | None = None
+    is_zero: bool = False
 
 
 class Names(NamedTuple):
@@ -110,25 +142,42 @@ class Names(NamedTuple):
     families: frozenset[str]  # its own, normalised
 
 
-KINDS: tuple[str, ...] = ("vllm",)
+KINDS: tuple[str, ...] = (  # a page that could be of two is of the first; who repeats another's page comes after it
+    "vllm", "ray-serve-llm", "sglang", "trtllm-serve", "tgi", "llamacpp", "lmdeploy", "triton", "dynamo",
+    "dynamo-worker",
+)
+ROUTER_KINDS: tuple[str, ...] = (
+    "production-stack-router", "vllm-router", "sglang-router", "smg", "gateway-api-epp", "llm-d-router"
+)
 
 
 def load_map(kind: str) -> EngineMap:
-    """The map of one engine, from the file beside this module.
+    """The map of one engine or router, from the file beside this module.
 
     Raises:
-        KeyError: of a kind that is not in KINDS.
+        KeyError: of a kind that is in neither KINDS nor ROUTER_KINDS.
         msgspec.ValidationError: the file breaks the form above (a fault of ours).
     """
-    if kind not in KINDS:
+    if kind not in KINDS and kind not in ROUTER_KINDS:
         raise KeyError(f"engine kind {kind!r} is not known; known: auto, {', '.join(KINDS)}")
     return _load(kind)
 
 
 @cache
 def _load(kind: str) -> EngineMap:
+    return parse_map(_read(kind))
+
+
+def _read(kind: str) -> dict[str, Any]:
+    """A map's YAML, laid over the one that it `extends`."""
     text = resources.files(__name__).joinpath(f"{kind}.yaml").read_text(encoding="utf-8")
-    return parse_map(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))  # noqa: S506  (both are safe)
+    data = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506  (both are safe)
+    base = data.pop("extends", None)
+    if base is None:
+        return dict(data)
+    under = _read(base)
+    own = data.get("quantities", {})
+    return {**under, **data, "quantities": {n: {**q, **own.get(n, {})} for n, q in under["quantities"].items()}}
 
 
 def parse_map(data: Any) -> EngineMap:
@@ -151,9 +200,19 @@ def normalise(name: str) -> str:
 
 def spellings(maps: Iterable[EngineMap]) -> frozenset[str]:
     """Every way in which the wanted families of these maps may be written on a page, without `_total`."""
-    plain = {alias.name.removesuffix("_total") for m in maps for q in m.quantities.values() for alias in q.names}
+    named = (name for m in maps for q in m.quantities.values() for name in _names_of(q))
+    plain = {name.removesuffix("_total") for name in named}
     plain |= {name.replace(":", "_") for name in plain}
     return frozenset(plain | {f"ray_{name}" for name in plain})
+
+
+def _names_of(quantity: Quantity) -> Iterator[str]:
+    """Every family that a quantity may be made of."""
+    for alias in quantity.names:
+        yield alias.name
+        if alias.over is not None:
+            yield alias.over.name
+    yield from (also.name for also in quantity.also)
 
 
 def _written(families: Iterable[str]) -> dict[str, str]:
@@ -167,13 +226,14 @@ def _written(families: Iterable[str]) -> dict[str, str]:
 
 def detect(maps: Iterable[EngineMap], families: Collection[str]) -> tuple[EngineMap | None, str]:
     """Whose page this is, by its families (as written there); else None and what is known against it."""
-    present = _written(families)
-    for engine_map in maps:
+    present, known_maps = _written(families), tuple(maps)
+    for engine_map in known_maps:
         for impostor in engine_map.impostors:
             if any(normalise(family) in present for family in impostor.families):
                 return None, impostor.means
         if any(family.startswith(engine_map.prefix) for family in families):
             return engine_map, ""
+    for engine_map in known_maps:
         names = (alias.name for quantity in engine_map.quantities.values() for alias in quantity.names)
         known = (*engine_map.detect, *(name for name in names if name.startswith(engine_map.prefix)))
         if any(normalise(name) in present for name in known):  # in Ray's spelling
@@ -189,8 +249,8 @@ def is_muted(engine_map: EngineMap, families: Collection[str]) -> bool:
 
 def own(engine_map: EngineMap, families: Iterable[str]) -> frozenset[str]:
     """The engine's own families, normalised."""
-    prefix = normalise(engine_map.prefix)
-    return frozenset(name for name in _written(families) if name.startswith(prefix))
+    prefix, bare = normalise(engine_map.prefix), frozenset(map(normalise, engine_map.bare))
+    return frozenset(name for name in _written(families) if name.startswith(prefix) or name in bare)
 
 
 def resolve(engine_map: EngineMap, families: Collection[str]) -> Names:
@@ -223,18 +283,30 @@ def _absent(engine_map: EngineMap, quantity: Quantity, written: Mapping[str, str
     if any(normalise(family) in written for family in quantity.witnesses):
         return Absent(None, f"{quantity.names[0].name} counts nothing yet")
     newest = quantity.names[0]
+    if any(normalise(family) in written for family in quantity.zero_beside):
+        return Absent(None, f"{newest.name} is not on the page and so 0: it appears with its first event", None, True)
     if is_muted(engine_map, written.values()):
         return Absent(Why.MISSING, f"{newest.name} is not on the page: {engine_map.muted}", engine_map.unmute)
-    since = [a.since for a in quantity.names if a.since is not None]
-    first = min(since, key=version_key) if len(since) == len(quantity.names) else None
-    if newest.gone is not None:  # no version has it any more
+    names = [a for a in quantity.names if not a.beside]
+    dated = [a for a in names if a.since is not None]
+    first = min((a.since for a in dated if a.since is not None), key=version_key) if len(dated) == len(names) else None
+    if newest.gone is not None and len(names) == 1:  # no version has it any more
         return Absent(Why.NOT_SUPPORTED, quantity.absent_means or f"{newest.name} is gone since {newest.gone}")
-    if first is not None and (at_least is None or version_key(at_least) < version_key(first)):
+    if first is not None and not any(_is_of(alias, at_least) for alias in names):
         means = quantity.absent_means or f"{engine_map.title} tells it since {first}"
-        return Absent(Why.NOT_SUPPORTED, f"{means}; this page is older", quantity.remedy)
-    former = [a.name for a in quantity.names[1:]]
+        older = "older" if at_least is None or version_key(at_least) < version_key(first) else "of a version in between"
+        return Absent(Why.NOT_SUPPORTED, f"{means}; this page is {older}", quantity.remedy)
+    former = [a.name for a in quantity.names[1:] if not a.beside]
     nor = f" (nor is {', '.join(former)}, its older name)" if former else ""
     return Absent(Why.MISSING, f"{newest.name} is not on the page{nor}", quantity.remedy)
+
+
+def _is_of(alias: Alias, version: str | None) -> bool:
+    """Whether a version has a name; what is older than every name that dates a page has none of them."""
+    if version is None or alias.since is None:
+        return False
+    return version_key(alias.since) <= version_key(version) and (
+        alias.gone is None or version_key(version) < version_key(alias.gone))
 
 
 def gone_text(engine_map: EngineMap, name: str) -> str | None:
@@ -245,6 +317,8 @@ def gone_text(engine_map: EngineMap, name: str) -> str | None:
             if normalise(alias.name) != wanted:
                 continue
             newest = quantity.names[0]
+            if alias.beside:
+                return None
             if alias is not newest:
                 return f"{alias.name} is gone; since {alias.hidden or alias.gone or newest.since} it is {newest.name}"
             if alias.gone is not None:
@@ -263,7 +337,7 @@ def hint(engine_map: EngineMap, name: str) -> str | None:
     wanted = normalise(name)
     for quantity in engine_map.quantities.values():
         for alias in quantity.names[1:]:
-            if normalise(alias.name) == wanted:
+            if normalise(alias.name) == wanted and not alias.beside:
                 newest = quantity.names[0]
                 hidden = f"; the old name is hidden since {alias.hidden}" if alias.hidden else ""
                 gone = f" and gone by {alias.gone}" if alias.gone else ""

@@ -10,13 +10,15 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from operator import le
 from typing import NamedTuple
 
 from agent.engines import (
     KINDS,
+    ROUTER_KINDS,
     Absent,
+    Alias,
     Chosen,
     EngineMap,
     Names,
@@ -70,6 +72,7 @@ class _Many(NamedTuple):
     unit: str
     groups: tuple[tuple[int, ...], ...]  # copies of one number stand in one group
     plus: float  # of series that were here and are gone
+    over: tuple[tuple[int, ...], ...] = ()  # the same of what it is divided by
 
 
 class _Hole(NamedTuple):
@@ -89,6 +92,35 @@ class _Member(NamedTuple):
     engine: str | None  # its index, as its label says
     apart: Apart
     series: Series
+    is_over: bool = False  # what the quantity is divided by
+
+
+class _Take(NamedTuple):
+    """How series of one name are taken for a quantity. `le`: as its buckets; else `part` is the key."""
+
+    name: str
+    part: str
+    key: str | None
+    as_key: str | None
+    keys: Mapping[str, str]
+    select: Mapping[str, tuple[str, ...]]
+    skip: Mapping[str, tuple[str, ...]]
+    is_over: bool = False
+
+    def key_of(self, labels: Mapping[str, str]) -> str | None:
+        """Sample.key of a series with these labels; None where it does not count."""
+        if any(labels.get(label) not in values for label, values in self.select.items()):
+            return None
+        if any(labels.get(label) in values for label, values in self.skip.items()):
+            return None
+        if self.part == "le":
+            return labels.get("le", "")
+        if self.as_key is not None:
+            return self.as_key
+        if self.key is None:
+            return self.part
+        value = labels.get(self.key, "")
+        return self.keys.get(value, self.keys.get("*", value))
 
 
 class _Plan(NamedTuple):
@@ -147,11 +179,22 @@ class PageReader:
         self._percent: set[tuple[str, str]] = set()  # (build, quantity) that turned out to be in percent
         self._started: float | None = None
         self._was_down = False
+        self._shared: frozenset[str] = frozenset()  # what this target tells of all its engines together
 
     @property
     def facts(self) -> EngineFacts | None:
         """What the target said of itself at its last good page; None before the first."""
         return None if self._plan is None else self._plan.facts
+
+    @property
+    def unmute(self) -> str:
+        """The flag by which this engine tells of itself, where it is known which it is."""
+        return "" if self._map is None else self._map.unmute
+
+    @property
+    def is_health_load(self) -> bool:
+        """Whether this engine's /health says 5xx under mere load."""
+        return self._map is not None and self._map.is_health_load
 
     def read(self, body: bytes, content_type: str, at: float) -> list[Sample | Gap]:
         """The readings of one page (decompressed).
@@ -188,7 +231,8 @@ class PageReader:
         never = {hole.slot: hole for hole in plan.holes if hole.code is Why.NOT_SUPPORTED} if plan is not None else {}
         out: list[Sample | Gap] = []
         for name, quantity in engine_map.quantities.items():
-            for subject in (self.target,) if quantity.of == "target" else engines:
+            of_all = quantity.of == "target" or name in self._shared
+            for subject in (self.target,) if of_all else engines:
                 hole = never.get((name, subject, ""))
                 if hole is None:
                     out.append(Gap(name, subject, code, why, at))
@@ -207,7 +251,8 @@ class PageReader:
             append(Gap(name, subject, code, why, at, key))
         if plan.many:
             self._learn_units(plan, series)
-            out.extend(self._made_of_many(plan, many, series, at) for many in plan.many)
+            out.extend(self._quotient(plan, many, series, at) if many.over else
+                       self._made_of_many(plan, many, series, at) for many in plan.many)
         return out
 
     def _ones(self, plan: _Plan, series: Sequence[Series], at: float) -> list[Sample | Gap]:
@@ -240,6 +285,21 @@ class PageReader:
         parts = [max(series[i].value for i in group) for group in many.groups]
         value = (max(parts) if many.quantity.merge == "max" else sum(parts) + many.plus) * factor
         return Sample(name, subject, 1.0 - value if many.quantity.invert else value, at, key)
+
+    def _quotient(self, plan: _Plan, many: _Many, series: Sequence[Series], at: float) -> Sample | Gap:
+        """A number that is one family's divided by another's."""
+        name, subject, key = many.slot
+        for i in (*chain.from_iterable(many.groups), *chain.from_iterable(many.over)):
+            if not 0.0 <= series[i].value <= LARGEST:
+                return self._unfit(plan, many.slot, series[i].name, series[i].value, LARGEST, at)
+        part, whole = (sum(max(series[i].value for i in group) for group in groups)
+                       for groups in (many.groups, many.over))
+        if whole <= 0:
+            return Gap(name, subject, Why.NO_DATA, f"{series[many.groups[0][0]].name} of 0", at, key)
+        if many.unit == "ratio" and part > whole * SHARE_TOP:
+            metric = series[many.groups[0][0]].name
+            return Gap(name, subject, Why.OUT_OF_RANGE, f"{metric} is {part:g} of {whole:g}", at, key)
+        return Sample(name, subject, part / whole, at, key)
 
     def _unfit(self, plan: _Plan, slot: SlotKey, metric: str, value: float, top: float, at: float) -> Gap:
         name, subject, key = slot
@@ -290,7 +350,9 @@ class PageReader:
         if plan is not None and plan.names is not None and plan.families == families and not restarted:
             return plan.names
         found, against = detect(self._maps, families)
-        if found is not None:
+        if found is not None and found is not self._map:
+            for known in (self._given, self._lost, self._moved):  # another engine's names are none of this one's
+                known.clear()
             self._map = found
         if self._map is None or against:
             return None
@@ -332,11 +394,16 @@ class PageReader:
         shown = ", ".join(list(page.families)[:SHOWN_FAMILIES]) or "none"
         more = f" and {len(page.families) - SHOWN_FAMILIES} more" if len(page.families) > SHOWN_FAMILIES else ""
         muted = next((m for m in self._maps if is_muted(m, page.families)), None)
-        unknown = f"no engine that this version knows (only {known}) writes this page; its families: {shown}{more}"
+        role = self._maps[0].role
+        unknown = f"no {role} that this version knows (only {known}) writes this page; its families: {shown}{more}"
         why = against or unknown
         remedy = "give the address of a /metrics page of " + known
+        elsewhere = None if against else self._of_the_other_role(page)
+        if elsewhere is not None:
+            why = f"this is {elsewhere.title}, {'a router' if elsewhere.role == 'router' else 'an engine'}; {why}"
+            remedy = f"write it under {elsewhere.role}s:"
         if muted is not None and not against:
-            why = f"{why}; if it is {muted.title}, {muted.muted}"
+            why = f"if it is {muted.title}, {muted.muted}; {why}"
             remedy = muted.unmute
         engine_map = self._maps[0]
         found = tuple(Found(name, self.target, None, why=why, remedy=remedy, code=Why.MISSING)
@@ -344,12 +411,20 @@ class PageReader:
         holes = [_Hole((name, self.target, ""), Why.MISSING, f"{why}: {remedy}") for name in engine_map.quantities]
         return EngineFacts(self.target, (), kind="unknown", found=found, closed=tuple(sorted(self._closed))), holes
 
+    def _of_the_other_role(self, page: Page) -> EngineMap | None:
+        """A router where engines are, or an engine where routers are."""
+        kinds = ROUTER_KINDS if self._maps[0].role == "engine" else KINDS
+        return detect([load_map(kind) for kind in kinds], page.families)[0]
+
     def _understood(
         self, page: Page, names: Names, restarted: bool, layout: list[tuple[str, Mapping[str, str]]]
     ) -> _Plan:
-        members = list(_members(page.series, names))
+        names = _with_series(names, page.series)
+        members = _lowest_ranks(_members(page.series, names), names.map)
         subjects = self._see({m.engine for m in members if names.map.quantities[m.name].of == "engine"}, restarted)
         slots = _slots(members, names, subjects, self.target)
+        self._shared = frozenset() if self.target in subjects.values() else frozenset(
+            name for name, subject, _ in slots if subject == self.target and names.map.quantities[name].of == "engine")
         self._keep_gone(slots)
         ones: list[_One] = []
         many: list[_Many] = []
@@ -357,11 +432,18 @@ class PageReader:
         holes: list[_Hole] = []
         for slot, group in slots.items():
             quantity = names.map.quantities[slot[0]]
+            had = names.quantities[slot[0]]
+            over = had.alias.over if isinstance(had, Chosen) else None
             if quantity.label is not None:
                 _from_label(slot, quantity, group, fixed, holes)
+            elif over is not None and len({member.is_over for member in group}) < 2:
+                lacks = quantity.names[0].name if all(member.is_over for member in group) else over.name
+                holes.append(_Hole(slot, Why.MISSING, f"{lacks} is not on the page, and the number is made of both"))
             else:
                 plus = sum(value for value in self._gone.get(slot, {}).values() if 0.0 <= value <= LARGEST)
                 _from_values(slot, quantity, group, names, plus, ones, many)
+        fixed += [((name, subject, ""), 0.0) for name, had in names.quantities.items()
+                  if isinstance(had, Absent) and had.is_zero for subject in self._owners(names, name, subjects)]
         holes += self._holes(names, set(slots), subjects, page.bad)
         self._expected |= set(slots)
         facts = self._say(page, names, subjects, slots, holes)
@@ -405,6 +487,11 @@ class PageReader:
         for index in self._indices:
             yield index, self.target if index == "0" and not self.shape else f"{self.target}/{index}"
 
+    def _owners(self, names: Names, name: str, subjects: Mapping[str, str]) -> tuple[str, ...]:
+        """Of whom a quantity is told: of the target, or of each of its engines."""
+        of_all = names.map.quantities[name].of == "target" or name in self._shared
+        return (self.target,) if of_all else tuple(subjects.values())
+
     def _holes(
         self, names: Names, slots: set[SlotKey], subjects: Mapping[str, str], bad: Sequence[BadLine]
     ) -> Iterator[_Hole]:
@@ -417,7 +504,7 @@ class PageReader:
             keys[name, subject].append(key)
         for name, had in names.quantities.items():
             quantity = names.map.quantities[name]
-            for subject in (self.target,) if quantity.of == "target" else tuple(subjects.values()):
+            for subject in self._owners(names, name, subjects):
                 if isinstance(had, Absent):
                     absent = self._lost.get(name, had)
                     if absent.code is not None:
@@ -449,10 +536,13 @@ class PageReader:
         found = [self._say_page(names)]
         for name, had in names.quantities.items():
             quantity = names.map.quantities[name]
-            for subject in (self.target,) if quantity.of == "target" else tuple(subjects.values()):
+            for subject in self._owners(names, name, subjects):
                 hole = missing.get((name, subject))
                 if isinstance(had, Absent):
                     absent = self._lost.get(name, had)
+                    if absent.is_zero:
+                        found.append(Found(name, subject, "0", note=absent.why))
+                        continue
                     found.append(Found(name, subject, None, why=absent.why, remedy=absent.remedy, code=absent.code))
                 elif hole is not None and (name, subject) not in told:
                     found.append(Found(name, subject, None, why=hole.why, remedy=quantity.remedy, code=hole.code))
@@ -471,11 +561,22 @@ class PageReader:
     def _say_page(self, names: Names) -> Found:
         version = f"{names.map.title} {names.at_least} or later, by its names" if names.at_least else names.map.title
         notes = []
-        if isinstance(names.quantities.get("process_start"), Absent):
-            notes.append("no process start time: several API servers write this page")
+        start = names.quantities.get("process_start")
+        if isinstance(start, Absent) and names.map.quantities["process_start"].names:  # else it never has one
+            notes.append(start.why)
+        lacking = _between(self._indices)
+        if lacking:
+            notes.append(f"of the engines between {self._indices[0]} and {self._indices[-1]} this page tells not "
+                         + ", ".join(lacking))
         if self._removed:
             notes.append("gone since the last build: " + ", ".join(self._removed))
         return Found("page", self.target, version, note="; ".join(notes))
+
+
+def _between(indices: Sequence[str]) -> list[str]:
+    """The indices that a gapless count from the first to the last would have, too."""
+    known = [int(index) for index in indices if index.isdigit()]
+    return [str(i) for i in range(min(known), max(known)) if i not in known] if known else []
 
 
 def _is_same(plan: _Plan, page: Page, layout: list[tuple[str, Mapping[str, str]]]) -> bool:
@@ -489,7 +590,8 @@ def _columns(ones: Sequence[_One]) -> _Columns:
 
 def _spelt(had: Chosen) -> str:
     """The metric's name for people: with its `_total`, unless the page writes it in a way of its own."""
-    return had.alias.name if had.alias.name.removesuffix("_total") == had.family else had.family
+    name = had.alias.name if had.alias.name.removesuffix("_total") == had.family else had.family
+    return name if had.alias.over is None else f"{name} / {had.alias.over.name}"
 
 
 def _is_plain(name: str, quantity: Quantity) -> bool:
@@ -497,35 +599,87 @@ def _is_plain(name: str, quantity: Quantity) -> bool:
     return SAMPLES[name] != "histogram" and quantity.key is None
 
 
+def _with_series(names: Names, series: Sequence[Series]) -> Names:
+    """Where a name is chosen by its labels and none is so labelled, the next name of the quantity."""
+    chosen = dict(names.quantities)
+    written = {normalise(one.name) for one in series}
+    for name, had in names.quantities.items():
+        if not isinstance(had, Chosen) or had.alias.select is None:
+            continue
+        aliases = names.map.quantities[name].names
+        for alias in aliases[aliases.index(had.alias):]:
+            take = _take(name, "", names.map.quantities[name], alias)
+            if normalise(alias.name) in written and any(
+                    normalise(one.name) == normalise(alias.name) and take.key_of(one.labels) is not None
+                    for one in series):
+                chosen[name] = had._replace(alias=alias)
+                break
+    return names._replace(quantities=chosen)
+
+
+def _take(name: str, part: str, quantity: Quantity, alias: Alias) -> _Take:
+    select = quantity.select if alias.select is None else alias.select
+    return _Take(name, part, quantity.key, quantity.as_key, quantity.keys, select, quantity.skip)
+
+
 def _members(series: Sequence[Series], names: Names) -> Iterator[_Member]:
     """The series that count, each with what it is."""
-    wanted: dict[str, list[tuple[str, Quantity, str]]] = defaultdict(list)
+    wanted: dict[str, list[_Take]] = defaultdict(list)
     for name, had in names.quantities.items():
+        quantity = names.map.quantities[name]
         if isinstance(had, Chosen):
             for written, part in _parts(name, had):
-                wanted[written].append((name, names.map.quantities[name], part))
+                wanted[written].append(_take(name, part, quantity, had.alias))
+            if had.alias.over is not None:
+                over = had.alias.over
+                wanted[normalise(over.name)].append(_Take(name, "", None, None, {}, over.select, {}, is_over=True))
+            for also in quantity.also:
+                wanted[normalise(also.name)].append(
+                    _Take(name, "", also.key, also.as_key, also.keys, also.select, also.skip))
     copies = frozenset(names.map.copies)
     for i, one in enumerate(series):
-        for name, quantity, part in wanted.get(normalise(one.name), ()):
+        written = normalise(one.name)
+        for take in wanted.get(written, ()):
             labels = one.labels
-            if any(labels.get(label) not in values for label, values in quantity.select.items()):
+            key = take.key_of(labels)
+            if key is None:
                 continue
-            key = labels.get("le", "") if part == "le" else part
-            if quantity.key is not None:
-                key = labels.get(quantity.key, "")
             index = next((labels[label] for label in names.map.engine_labels if label in labels), None)
-            apart = tuple(sorted((k, v) for k, v in labels.items() if k not in copies))
-            yield _Member(i, name, key, index, apart, one)
+            apart = (("", written), *sorted((k, v) for k, v in labels.items() if k not in copies))
+            yield _Member(i, take.name, key, index, apart, one, take.is_over)
+
+
+def _lowest_ranks(members: Iterable[_Member], engine_map: EngineMap) -> list[_Member]:
+    """Of series that every rank of an engine tells, the lowest rank's count; shares are compared, so all of them."""
+    found = list(members)
+    if not engine_map.ranks:
+        return found
+    lowest: dict[tuple[str, str, Apart], tuple[tuple[int, str], ...]] = {}
+    ranked: list[tuple[_Member, tuple[str, str, Apart] | None, tuple[tuple[int, str], ...]]] = []
+    for member in found:
+        quantity = engine_map.quantities[member.name]
+        ranks = [label for label in engine_map.ranks if label != quantity.key]
+        if quantity.merge == "max" or not any(label in member.series.labels for label in ranks):
+            ranked.append((member, None, ()))
+            continue
+        same = (member.name, member.key, tuple((k, v) for k, v in member.apart if k not in ranks))
+        values = [member.series.labels.get(label, "") for label in ranks]
+        rank = tuple((int(v) if v.isdigit() else 0, v) for v in values)
+        lowest[same] = min(lowest.get(same, rank), rank)
+        ranked.append((member, same, rank))
+    return [member for member, same, rank in ranked if same is None or lowest[same] == rank]
 
 
 def _parts(name: str, had: Chosen) -> Iterator[tuple[str, str]]:
     base = normalise(had.alias.name)
-    if SAMPLES[name] != "histogram":
+    if had.alias.part is not None:
+        yield f"{base}_{had.alias.part}", ""
+    elif SAMPLES[name] != "histogram":
         yield base, ""
-        return
-    yield f"{base}_bucket", "le"
-    yield f"{base}_sum", "sum"
-    yield f"{base}_count", "count"
+    else:
+        yield f"{base}_bucket", "le"
+        yield f"{base}_sum", "sum"
+        yield f"{base}_count", "count"
 
 
 def _slots(
@@ -537,6 +691,8 @@ def _slots(
             slots[member.name, target, member.key].append(member)
         elif member.engine is not None:
             slots[member.name, subjects[member.engine], member.key].append(member)
+        elif len(subjects) > 1 and SAMPLES[member.name] != "gauge":  # counted by all of them together
+            slots[member.name, target, member.key].append(member)
         else:  # before engines were told apart, or a number of all of them
             for subject in subjects.values():
                 slots[member.name, subject, member.key].append(member)
@@ -578,13 +734,22 @@ def _from_values(
             slot = (slot[0], slot[1], repr(float(slot[2]) * factor))
         if slot[2] != "sum":
             unit = "1"
+    over = _groups(member for member in members if member.is_over)
+    if over:
+        many.append(_Many(slot, quantity, unit, _groups(m for m in members if not m.is_over), plus, over))
+        return
     if len(members) == 1 and not plus and not quantity.invert and unit in {"1", "s", "ratio"}:
         ones.append(_One(members[0].at, slot, SHARE_TOP if unit == "ratio" else LARGEST))
         return
+    many.append(_Many(slot, quantity, unit, _groups(members), plus))
+
+
+def _groups(members: Iterable[_Member]) -> tuple[tuple[int, ...], ...]:
+    """Where the series stand; copies of one number together."""
     groups: dict[Apart, list[int]] = defaultdict(list)
     for member in members:
         groups[member.apart].append(member.at)
-    many.append(_Many(slot, quantity, unit, tuple(tuple(group) for group in groups.values()), plus))
+    return tuple(tuple(group) for group in groups.values())
 
 
 def _spoilt(names: Names, bad: Sequence[BadLine]) -> dict[str, str]:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import NamedTuple
-from urllib.parse import urlsplit, urlunsplit
 
+from agent.engines import trtllm_json
 from agent.engines.pages import PageReader
 from agent.exposition import ACCEPT, MAX_BYTES, PageError, check_length, decode
 from agent.model import Batch, Gap, Sample, Why
-from agent.sources.fetch import Answer, Fetcher, FetchError
+from agent.sources.fetch import Answer, Fetcher, FetchError, shown_address
 
 CONNECT_S = 1.0
 TOTAL_S = 3.0  # connecting included
 HEALTH_EVERY_S = 15.0
 HEALTH_TOTAL_S = 5.0
 HEALTH_MAX_BYTES = 256 * 1024
+OTHER_PATH = "/prometheus/metrics"  # trtllm-serve's
 
 _RUNGS = ("TCP", "/health", "/metrics")  # the rung that fails, by the number of those climbed
 
@@ -57,13 +59,11 @@ class EngineSource:
         self._pages = PageReader(target, kind=kind, shape=shape)
         self.url = shown_address(url)
         base = url.rstrip("/").removesuffix("/metrics")
-        self._metrics = Fetcher(
-            base + "/metrics",
-            {"Accept": ACCEPT, "Accept-Encoding": "identity", "User-Agent": "tocsin"},
-            connect_s=connect_s,
-            total_s=total_s,
-            limit_bytes=MAX_BYTES,
-        )
+        self._metrics, self._other = (
+            Fetcher(base + path, {"Accept": ACCEPT, "Accept-Encoding": "identity", "User-Agent": "tocsin"},
+                    connect_s=connect_s, total_s=total_s, limit_bytes=MAX_BYTES)
+            for path in ("/metrics", OTHER_PATH))
+        self._is_elsewhere: bool | None = None  # the page stands at OTHER_PATH; None: nobody had to look
         fetcher = Fetcher(
             base + "/health",
             {"Accept": "*/*", "User-Agent": "tocsin", "Connection": "close"},
@@ -84,6 +84,7 @@ class EngineSource:
             failure = None
         except FetchError as e:
             failure = e
+            self._is_elsewhere = self._is_elsewhere or None  # who comes up again may have another page
             error = f"{self._failed_rung(e, health)} of {self.url} fails: {e}"
             readings = self._pages.failed(e.code, error, now, is_down=e.is_down)
         readings += self._ladder(failure, health, error or "", now)
@@ -94,15 +95,34 @@ class EngineSource:
         """Stop asking /health, and close both connections."""
         self._health.close()
         self._metrics.close()
+        self._other.close()
+
+    def _answer(self) -> Answer:
+        """The page from where it stands: trtllm-serve has JSON at /metrics, and each read of that empties it."""
+        if self._is_elsewhere:
+            answer = self._other.get()
+            if answer.status != 404:
+                return answer
+            self._is_elsewhere = None  # another server listens here now
+        answer = self._metrics.get()
+        if answer.status == 200 and trtllm_json.is_json(answer.body) and self._is_elsewhere is None:
+            self._is_elsewhere = False
+            with suppress(FetchError):
+                other = self._other.get()
+                self._is_elsewhere = other.status == 200 and not trtllm_json.is_json(other.body)
+                return other if self._is_elsewhere else answer
+        return answer
 
     def _page(self, now: float) -> list[Sample | Gap]:
-        answer = self._metrics.get()
+        answer = self._answer()
         if answer.status != 200:
-            raise FetchError(Why.BAD_STATUS, _status_text(answer))
+            raise FetchError(Why.BAD_STATUS, _status_text(answer, self._pages.unmute))
         content_type = answer.headers.get("content-type", "")
         try:
             check_length(len(answer.body), answer.headers.get("content-length"))
             body = decode(answer.body, answer.headers.get("content-encoding"), MAX_BYTES)
+            if trtllm_json.is_json(body):
+                body, content_type = trtllm_json.as_page(body), "text/plain"
             return self._pages.read(body, content_type, now)
         except PageError as e:
             said = f" (it calls itself {content_type[:60]})" if "json" in content_type or "html" in content_type else ""
@@ -116,8 +136,9 @@ class EngineSource:
         climbed = _climbed(failure, health)
         readings: list[Sample | Gap] = [Sample("rung", self.target, float(climbed), now)]
         timed_out = failure is not None and failure.code is Why.TIMEOUT
-        readings.append(Sample("slow", self.target, float(timed_out or late), now))
-        if (health is not None and health.is_5xx) or (failure is not None and failure.is_down):
+        is_loaded = health is not None and health.is_5xx and failure is None and self._pages.is_health_load
+        readings.append(Sample("slow", self.target, float(timed_out or late or is_loaded), now))
+        if (health is not None and health.is_5xx and not is_loaded) or (failure is not None and failure.is_down):
             readings.append(Sample("down", self.target, 1.0, now))
         elif failure is not None and (timed_out or not failure.connected):
             readings.append(Gap("down", self.target, failure.code, error, now))  # nobody knows
@@ -196,13 +217,7 @@ class _Health:
             return _Asked(0, e.code, time.monotonic())
 
 
-def shown_address(url: str) -> str:
-    """An address to show: without user, password and query."""
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
-
-
-def _status_text(answer: Answer) -> str:
+def _status_text(answer: Answer, unmute: str) -> str:
     status = answer.status
     if 300 <= status < 400:
         there = shown_address(answer.headers.get("location", ""))[:200]
@@ -210,7 +225,8 @@ def _status_text(answer: Answer) -> str:
     advice = {
         401: "it wants credentials, and Tocsin sends none: let this machine read /metrics without",
         403: "it refuses us: let this machine read /metrics",
-        404: "no page at this path: is it the engine's own port, and are its metrics on?",
+        404: "no page at this path: is it the engine's own port, and are its metrics on?"
+        + (f" If they are off, {unmute}" if unmute else ""),
         501: "its metrics are off: llama.cpp needs --metrics",
     }.get(status)
     return f"HTTP {status}" + (f": {advice}" if advice else "")

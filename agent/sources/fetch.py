@@ -19,7 +19,7 @@ import ssl
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urljoin, urlsplit, urlunsplit
 
 import requests
 
@@ -278,3 +278,9 @@ class _TimedResponse(http.client.HTTPResponse):
     def __init__(self, sock: socket.socket, deadline: float, received: bytes) -> None:
         super().__init__(sock, method="GET")
         self.fp = io.BufferedReader(_TimedReader(self.fp.detach(), sock, deadline, received), _BUFFER_BYTES)
+
+
+def shown_address(url: str) -> str:
+    """An address to show: without user, password and query."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

@@ -24,6 +24,7 @@ from agent.sources.nvml_values import CODES, NAMES, STALE, Gpu, bdf, gaps_of, po
 FIRST_RETRY_S = 5.0  # back-off after a failed start, or of opening anew after a loss: doubles to the caps below
 RETRY_CAP_S = 60.0  # of a failing start: a driver that is loaded late is seen within a minute
 PROCESS_CALLS = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
+PIDS_EVERY_S = 30.0
 REOPEN_CAP_S = 300.0  # of opening anew, which disturbs the healthy GPUs a little
 
 
@@ -264,8 +265,21 @@ class _Driver:
         if gpu.uuid not in self._known:
             self._remember(job, gpu.facts())
         gaps = poll_gpu(job.call, gpu, now, job.readings)
+        if self._clock() >= gpu.ask_pids_at:
+            self._ask_pids(job, gpu)
         self._remember(job, gpu.facts(gaps))
         return (gpu.lost is None and len(gaps) < len(NAMES)) or all(gap.code is Why.NOT_SUPPORTED for gap in gaps)
+
+    def _ask_pids(self, job: _Job, gpu: Gpu) -> None:
+        """Whose processes compute on a GPU: by them an engine is known to be on it. Asked last, and seldom."""
+        gpu.ask_pids_at = self._clock() + PIDS_EVERY_S
+        try:
+            asked = job.call("nvmlDeviceGetComputeRunningProcesses", gpu.label, gpu.handle)
+            gpu.pids = tuple(sorted(int(process.pid) for process in asked))
+        except pynvml.NVMLError as error:
+            gpu.pids = ()
+            if CODES.get(error.value) is Why.NOT_SUPPORTED:
+                gpu.ask_pids_at = math.inf
 
     def _remember(self, job: _Job, facts: GpuFacts) -> None:
         self._known[facts.uuid] = job.gpus[facts.uuid] = facts

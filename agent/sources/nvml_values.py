@@ -298,6 +298,8 @@ class Gpu:
     one_by_one: bool = False  # fields cannot be read together here
     how: dict[str, str] = field(default_factory=dict)  # name -> way that gave it last
     lost: str | None = None
+    pids: tuple[int, ...] = ()  # of processes that compute on it
+    ask_pids_at: float = 0.0  # monotonic
 
     @property
     def label(self) -> str:
@@ -306,7 +308,7 @@ class Gpu:
     def facts(self, gaps: Iterable[Gap] = ()) -> GpuFacts:
         missing = {gap.name: Found(gap.name, self.uuid, None, why=gap.why, code=gap.code) for gap in gaps}
         found = tuple(missing.get(name) or Found(name, self.uuid, self.how.get(name)) for name in NAMES)
-        return GpuFacts(self.uuid, self.index, self.name, self.bdf, self.limit_c, found)
+        return GpuFacts(self.uuid, self.index, self.name, self.bdf, self.limit_c, found, self.pids)
 
 
 def poll_gpu(call: Call, gpu: Gpu, now: float, readings: list[Sample | Gap]) -> list[Gap]:

@@ -39,11 +39,12 @@ class View(Protocol):
         """The contract's `alerts`, newest first."""
 
     def doctor(self) -> dict[str, Any]:
-        """How each quantity is had: {"targets": [...], "gpus": [...], "sources": [...]}.
+        """How each quantity is had: {"targets": [...], "routers": [...], "gpus": [...], "sources": [...]}.
 
         A target: {"target", "url", "kind", "model", "build", "engines": [...], "error": text or null, "found": [...]};
-        a GPU: {"uuid", "index", "name", "bdf", "found": [...]}; an item of "found" is a `Found` as a dict, with
-        "required": true where a Gap of it makes its subject blind; a source: {"name", "age_s", "took_s", "error"}.
+        a router the same; a GPU: {"uuid", "index", "name", "bdf", "found": [...]}; an item of "found" is a `Found` as a
+        dict, with "required": true where a Gap of it makes its subject blind; a source: {"name", "age_s", "took_s",
+        "error"}.
         """
 
     def healthz(self) -> tuple[bool, dict[str, Any]]:
@@ -57,6 +58,9 @@ class View(Protocol):
 
     def signals(self) -> list[Signal]:
         """All signals of the last tick."""
+
+    def readings(self) -> list[Signal]:
+        """What is told and judged by no rule (router_requests and so on), in the form of signals."""
 
     def book(self) -> Book:
         """The open alerts of the last tick."""
@@ -220,7 +224,7 @@ def _doctor(request: Request) -> Reply:
 
 
 def _signals(request: Request) -> Reply:
-    return _json(request.view.signals())
+    return _json([*request.view.signals(), *request.view.readings()])
 
 
 def _transitions(request: Request) -> Reply:

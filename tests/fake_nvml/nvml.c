@@ -556,7 +556,7 @@ API int nvmlDeviceGetMemoryInfo_v2(Device *device, MemoryV2 *out) {
     return memory_of("nvmlDeviceGetMemoryInfo_v2", device, &out->memory);
 }
 
-/* "processes": {"4242": bytes}: who holds memory; graphics processes there are none. */
+/* "processes", "graphics_processes": {"4242": bytes}: who computes, who draws, and what each holds. */
 typedef struct {
     unsigned pid;
     unsigned long long used;
@@ -569,7 +569,8 @@ static int processes_of(const char *function, Device *device, const char *key, u
     if (code == SUCCESS && count == NULL) code = INVALID_ARGUMENT;
     if (code != SUCCESS) return leave(code);
     const Json *told = find(&call, NULL, key);
-    const Json *all = told != NULL && told->type == J_OBJECT ? told->child : NULL;
+    if (told == NULL || told->type != J_OBJECT) return leave(NOT_SUPPORTED);
+    const Json *all = told->child;
     unsigned found = 0, room = out != NULL ? *count : 0;
     for (const Json *one = all; one != NULL; one = one->next) {
         Number used;

@@ -1,0 +1,300 @@
+"""Engines that nobody configured: by their processes' command lines and the ports named there.
+
+No port is asked that no engine's command line names, but for a short list of well-known ones whose owner cannot be
+seen; what listens on the others (NCCL, TCPStore, ZMQ) is never touched. Reads /proc alone, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from agent.engines import KINDS, detect, load_map
+from agent.exposition import ACCEPT, PageError, Reader, decode
+from agent.model import Batch, FoundEngine
+from agent.sources.fetch import Fetcher, FetchError
+
+EVERY_S = 30.0
+WELL_KNOWN = (8000, 30000, 8002, 23333)  # vLLM, SGLang, Triton's metrics, LMDeploy
+ASK_S = 1.0
+MAX_BYTES = 8 * 1024 * 1024
+_LISTEN = "0A"  # TCP_LISTEN in /proc/net/tcp
+
+
+class Form(NamedTuple):
+    """How one engine's command line looks. `words`: all of them, in this order, are arguments of it (or end one)."""
+
+    kind: str
+    words: tuple[str, ...]
+    ports: tuple[str, ...]  # options that name the port of its metrics
+    default: int
+    hosts: tuple[str, ...] = ("--host",)
+
+
+FORMS: tuple[Form, ...] = (
+    Form("vllm", ("vllm", "serve"), ("--port",), 8000),
+    Form("vllm", ("vllm.entrypoints.openai.api_server",), ("--port",), 8000),
+    Form("sglang", ("sglang.launch_server",), ("--port",), 30000),
+    Form("sglang", ("sglang", "serve"), ("--port",), 30000),
+    Form("trtllm-serve", ("trtllm-serve",), ("--port",), 8000),
+    Form("tgi", ("text-generation-launcher",), ("--port", "-p"), 3000, ("--hostname",)),
+    Form("tgi", ("text-generation-router",), ("--port", "-p"), 3000, ("--hostname",)),
+    Form("llamacpp", ("llama-server",), ("--port",), 8080),
+    Form("lmdeploy", ("lmdeploy", "serve", "api_server"), ("--server-port",), 23333, ("--server-name",)),
+    Form("triton", ("tritonserver",), ("--metrics-port",), 8002, ("--metrics-address",)),
+    Form("dynamo", ("dynamo.frontend",), ("--http-port",), 8000, ("--http-host",)),
+)
+
+
+class Named(NamedTuple):
+    """What a command line says."""
+
+    kind: str
+    port: int
+    host: str | None = None
+    is_tls: bool = False
+
+
+def engine_of(argv: Sequence[str]) -> Named | None:
+    """The engine that a command line starts; None where it starts none that we know, or one without a port."""
+    if not argv or "-c" in argv[1:3] or any(word.startswith("--uds") for word in argv):
+        return None
+    for form in FORMS:
+        at = _after(argv, form.words)
+        if at is None:
+            continue
+        options = argv[at:]
+        port = _option(options, form.ports)
+        if port is not None and not re.fullmatch(r"[0-9]{1,5}", port):
+            return None
+        is_tls = _option(options, ("--ssl-certfile", "--ssl-keyfile")) is not None
+        return Named(form.kind, form.default if port is None else int(port), _option(options, form.hosts), is_tls)
+    return None
+
+
+def _after(argv: Sequence[str], words: Sequence[str]) -> int | None:
+    """Where the options begin, if the program or module of a command line is this one.
+
+    It stands within its first words (an interpreter, its options, `-m`), never among the options of another program.
+    """
+    head = next((i for i, word in enumerate(argv) if i and word.startswith("--")), len(argv))
+    start = next((i for i, word in enumerate(argv[:min(head, 6)]) if Path(word).name == words[0]), None)
+    if start is None or list(argv[start + 1:start + len(words)]) != list(words[1:]):
+        return None
+    if start and not (argv[start - 1] == "-m" or _is_interpreter(argv[0])):
+        return None
+    return start + len(words)
+
+
+def _is_interpreter(word: str) -> bool:
+    return re.fullmatch(r"(python|pypy)[0-9.]*|bash|sh|env|numactl|taskset|nsys|tini", Path(word).name) is not None
+
+
+def _option(argv: Sequence[str], names: Iterable[str]) -> str | None:
+    """The last value of an option, written `--port 8000` or `--port=8000`."""
+    wanted, found = frozenset(names), None
+    for i, word in enumerate(argv):
+        name, is_joined, value = word.partition("=")
+        if name.replace("_", "-") in wanted:
+            found = value if is_joined else (argv[i + 1] if i + 1 < len(argv) else None)
+    return found
+
+
+class Process(NamedTuple):
+    """One process as /proc shows it. `is_here`: in our network namespace; None where we may not look."""
+
+    pid: int
+    parent: int
+    argv: tuple[str, ...]
+    is_here: bool | None
+
+
+def processes(proc: Path) -> list[Process]:
+    """All that have a command line."""
+    ours, found = _namespace(proc / "self"), []
+    for folder in proc.iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            raw = (folder / "cmdline").read_bytes()
+            if not raw:
+                continue
+            stat = (folder / "stat").read_text(errors="replace")
+        except OSError:
+            continue
+        argv = tuple(word.decode("utf-8", "replace") for word in raw.rstrip(b"\0").split(b"\0"))
+        theirs = _namespace(folder)
+        is_here = None if theirs is None or ours is None else theirs == ours
+        found.append(Process(int(folder.name), int(stat.rpartition(")")[2].split()[1]), argv, is_here))
+    return sorted(found)
+
+
+def _namespace(folder: Path) -> str | None:
+    try:
+        return str((folder / "ns" / "net").readlink())
+    except OSError:
+        return None
+
+
+def listening(proc: Path) -> dict[int, tuple[str, int]]:
+    """Port -> (address, inode) of what listens in our network namespace."""
+    found: dict[int, tuple[str, int]] = {}
+    for name in ("tcp6", "tcp"):
+        try:
+            lines = (proc / "self" / "net" / name).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if len(fields) > 9 and fields[3] == _LISTEN:
+                address, _, port = fields[1].rpartition(":")
+                found[int(port, 16)] = (_address(address), int(fields[9]))
+    return found
+
+
+def _address(text: str) -> str:
+    """An address of /proc/net/tcp, each 32 bits in the order of this machine; a wildcard is loopback."""
+    raw = b"".join(struct.pack("=I", int(text[i:i + 8], 16)) for i in range(0, len(text), 8))
+    shown = socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
+    shown = shown.removeprefix("::ffff:")
+    return {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(shown, shown)  # noqa: S104  (asked, not listened on)
+
+
+def owner_of(proc: Path, inode: int, of: Iterable[Process]) -> Process | None:
+    """Whose a socket is; None where nobody whom we may look at holds it."""
+    wanted = f"socket:[{inode}]"
+    for process in of:
+        try:
+            if any(str(link.readlink()) == wanted for link in (proc / str(process.pid) / "fd").iterdir()):
+                return process
+        except OSError:
+            continue
+    return None
+
+
+def descendants(pid: int, of: Iterable[Process]) -> tuple[int, ...]:
+    """A process and all that descend from it."""
+    children: dict[int, list[int]] = {}
+    for process in of:
+        children.setdefault(process.parent, []).append(process.pid)
+    found, todo = [], [pid]
+    while todo:
+        one = todo.pop()
+        found.append(one)
+        todo += children.get(one, [])
+    return tuple(sorted(found))
+
+
+RANK = re.compile(r"(?:Worker|TP|rank)[_ ]?(?:TP)?[_ ]?([0-9]+)", re.IGNORECASE)
+
+
+def ranks_of(pids: Iterable[int], of: Iterable[Process]) -> dict[int, int]:
+    """Process -> rank, where it says so in its title (`VLLM::Worker_TP1`, `sglang::scheduler_TP1`)."""
+    ours = frozenset(pids)
+    titles = {process.pid: process.argv[0] for process in of if process.pid in ours and "::" in process.argv[0]}
+    return {pid: int(match[1]) for pid, title in titles.items() if (match := RANK.search(title)) is not None}
+
+
+class DiscoverySource:
+    """Looks for engines every 30 s; fulfils agent.model.Source. `Batch.found` is None where it did not look.
+
+    `note` says, for a person, what was seen and cannot be read.
+    """
+
+    name = "discovery"
+
+    def __init__(self, *, proc: Path = Path("/proc"), every_s: float = EVERY_S,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self.note = ""
+        self._proc, self._every_s, self._clock = proc, every_s, clock
+        self._looked_at: float | None = None
+        self._asked: dict[tuple[int, int], str | None] = {}  # (port, inode) -> kind, None: no engine
+
+    def read(self, now: float) -> Batch:
+        """Look, if it is time."""
+        start = time.monotonic()
+        if self._looked_at is not None and self._clock() - self._looked_at < self._every_s:
+            return Batch(self.name, now, 0.0)
+        self._looked_at = self._clock()
+        found = tuple(self._look())
+        return Batch(self.name, now, time.monotonic() - start, found=found)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _look(self) -> Iterator[FoundEngine]:
+        of, open_ports, notes = processes(self._proc), listening(self._proc), []
+        claimed: set[int] = set()
+        for process in of:
+            named = engine_of(process.argv)
+            if named is None or named.port in claimed:
+                continue
+            is_open = named.port in open_ports
+            if process.is_here is False or (process.is_here is None and not is_open):
+                notes.append(f"a {load_map(named.kind).title} (process {process.pid}) in another network namespace:"
+                             " name its address under engines")
+                continue
+            claimed.add(named.port)
+            host = open_ports[named.port][0] if is_open else _host(named.host)
+            pids = descendants(process.pid, of)
+            yield found_engine(host, named.port, named.kind, f"its command line (process {process.pid})", pids=pids,
+                               ranks=ranks_of(pids, of), is_tls=named.is_tls)
+        for port in WELL_KNOWN:
+            if port in open_ports and port not in claimed:
+                kind = self._kind_at(port, open_ports[port], of)
+                if kind is not None:
+                    yield found_engine(open_ports[port][0], port, kind, "the page on its well-known port")
+        self.note = "; ".join(dict.fromkeys(notes))
+
+    def _kind_at(self, port: int, where: tuple[str, int], of: Sequence[Process]) -> str | None:
+        """Which engine's page stands on a port whose owner cannot be seen. Asked once a socket."""
+        address, inode = where
+        if (port, inode) not in self._asked:
+            self._asked = {key: kind for key, kind in self._asked.items() if key[0] != port}
+            seen = owner_of(self._proc, inode, of) is not None
+            self._asked[port, inode] = None if seen else kind_of_page(f"http://{_bracketed(address)}:{port}/metrics")
+        return self._asked[port, inode]
+
+
+def kind_of_page(url: str) -> str | None:
+    """Which engine's page this is; None where it is none of those that we know."""
+    fetcher = Fetcher(url, {"Accept": ACCEPT, "User-Agent": "tocsin"}, connect_s=ASK_S, total_s=ASK_S,
+                      limit_bytes=MAX_BYTES)
+    try:
+        answer = fetcher.get()
+        if answer.status != 200:
+            return None
+        body = decode(answer.body, answer.headers.get("content-encoding"), MAX_BYTES)
+        families = Reader(frozenset()).read(body, answer.headers.get("content-type", "")).families
+    except (FetchError, PageError):
+        return None
+    finally:
+        fetcher.close()
+    shown = detect([load_map(kind) for kind in KINDS], families)[0]
+    return None if shown is None else shown.kind
+
+
+def found_engine(host: str, port: int, kind: str, how: str, *, pids: tuple[int, ...] = (),
+                 ranks: Mapping[int, int] | None = None, is_tls: bool = False) -> FoundEngine:
+    """An engine at an address of this machine."""
+    name = f"{_bracketed(host)}:{port}"
+    return FoundEngine(name, f"{'https' if is_tls else 'http'}://{name}", kind, how, port, pids, dict(ranks or {}))
+
+
+def _host(named: str | None) -> str:
+    return named if named and re.fullmatch(r"[0-9.]+", named) and named != "0.0.0.0" else "127.0.0.1"  # noqa: S104
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def is_local(host: str) -> bool:
+    """Whether a configured host is this machine, as far as its name tells."""
+    return host in {"localhost", "::1", "0.0.0.0", os.uname().nodename} or host.startswith("127.")  # noqa: S104

@@ -1,0 +1,265 @@
+"""Every engine and each of its name eras: the ten read from its golden page, with the right value, N/A or Gap.
+
+The pages are those of tests/engine_pages.py, whose head tells their story and so every number below.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import cache
+
+import pytest
+
+from agent import signals
+from agent.engines import KINDS, ROUTER_KINDS, detect, load_map
+from agent.engines.pages import PageReader
+from agent.exposition import Reader
+from agent.model import SAMPLES, Batch, EngineFacts, Found, Signal
+from agent.signals import Scene, Target, compute
+from agent.windows import Windows
+from tests.engine_pages import GOLDEN, GOLDEN_AT_S, PAGES, sglang
+from tests.scenes import SLO, T0, built_in
+
+EVERY_S, LASTS_S = 30.0, 2400.0
+
+# The ten, but for temperature (NVML tells it). A number is the value; else the state, or the Gap's reason.
+H1, H2, H3, H4, H5, H6, H7, H8, H10 = TEN = (
+    "queue-age", "kv-cache-utilization", "preemptions", "graph-fallback", "ttft-p99", "itl-p99", "error-rate",
+    "rank-spread", "prefix-cache-hit-rate")
+ALL: Mapping[str, float | str] = {
+    H1: 0.5, H2: 0.83, H3: 25, H4: 0.025, H5: 0.1, H6: 0.02, H7: 0.0099, H8: 0.1132, H10: 0.6}
+VLLM = {**ALL, H4: "na", H8: "na"}
+SGLANG_OLD = {**ALL, H4: "na", H8: "na", H3: "na"}
+WANT: Mapping[str, Mapping[str, float | str]] = {
+    "vllm-0.4.3": {**VLLM, H10: "na"},
+    "vllm-0.6.6": VLLM,
+    "vllm-0.7.3": VLLM,
+    "vllm-0.7.3-v1": {**VLLM, H3: "missing"},
+    "vllm-0.8.5": VLLM,
+    "vllm-0.9.0": VLLM,
+    "vllm-0.9.2": VLLM,
+    "vllm-0.10.2": VLLM,
+    "vllm-0.11.2": VLLM,
+    "vllm-0.12": VLLM,
+    "vllm-0.16": VLLM,
+    "vllm-0.20": VLLM,
+    "vllm-0.30": VLLM,
+    "vllm-0.32": VLLM,
+    "vllm-muted": dict.fromkeys(TEN, "missing") | {H4: "na", H8: "na"},
+    "ray-2.49": {**VLLM, H3: 0},
+    "ray-2.50": {**VLLM, H3: 0},
+    "sglang-0.4.0": {**SGLANG_OLD, H10: "na", H7: "na"},
+    "sglang-0.4.6": {**SGLANG_OLD, H7: 0.0},
+    "sglang-0.5.1": {**SGLANG_OLD, H3: 25},
+    "sglang-0.5.3": SGLANG_OLD,
+    "sglang-0.5.6": {**SGLANG_OLD, H3: 25},
+    "sglang-0.5.8": {**ALL, H8: "na"},
+    "sglang-0.5.12-tp2": ALL,
+    "sglang-0.5.23-dp2": {**ALL, H8: "na"},
+    "trtllm-1.1": {**ALL, **dict.fromkeys((H1, H3, H4, H6, H8), "na"), H7: 0.0},
+    "trtllm-1.3": {**ALL, **dict.fromkeys((H3, H4, H6, H8), "na")},
+    "triton-23.10": {**dict.fromkeys(TEN, "na"), H7: 0.0099},
+    "triton-25.03": {**dict.fromkeys(TEN, "na"), H1: 0.5, H2: 0.83, H5: 0.1, H7: 0.0099},
+    "triton-25.03-no-fraction": {**dict.fromkeys(TEN, "na"), H1: 0.5, H2: 0.83, H5: 0.1, H7: 0.0099},
+    "tgi-3.3.7": {**dict.fromkeys(TEN, "na"), H2: 0.83, H7: 0.0099},
+    "llamacpp-b5000": {**dict.fromkeys(TEN, "na"), H2: 0.83},
+    "llamacpp-b10519": {**dict.fromkeys(TEN, "na"), H10: 0.6},
+    "lmdeploy-0.9.2": {**ALL, **dict.fromkeys((H3, H4, H8, H10), "na")},
+    "lmdeploy-0.12.3": {**ALL, **dict.fromkeys((H3, H4, H8), "na")},
+    "dynamo": {**ALL, **dict.fromkeys((H2, H3, H4, H8), "na"), H10: "idle"},
+    "dynamo-worker": VLLM,
+    "dynamo-worker-silent": {
+        **dict.fromkeys(TEN, "na"), **dict.fromkeys((H1, H3, H5, H6), "missing"), H2: 0.83, H7: 0.0099},
+}
+
+
+@cache
+def played(era: str) -> tuple[EngineFacts, Mapping[tuple[str, str], Signal]]:
+    """The era's story, read to its end: what the target says of itself, and every rule's signals."""
+    reader, windows = PageReader("t"), Windows(EVERY_S)
+    for n in range(1, int(LASTS_S / EVERY_S) + 1):
+        at = n * EVERY_S
+        readings = reader.read(PAGES[era](at).encode(), "text/plain; version=0.0.4", T0 + at)
+        windows.ingest(Batch("engine:t", T0 + at, 0.0, tuple(readings)))
+    facts = reader.facts
+    assert facts is not None
+    target = Target("t", facts.engines or ("t",), SLO, gpus=(0, 1))
+    scene = Scene(windows, T0 + LASTS_S, "node", SLO, {"t": target})
+    rules = [rule for id_, rule in built_in().items() if id_ in (*TEN, "ttft-p99-undecided", "engine-stuck")]
+    return facts, compute(scene, rules, {})
+
+
+def told(era: str, rule: str, subject: str) -> float | str:
+    """A signal as the table has it."""
+    signal = played(era)[1][rule, subject]
+    if signal.state != "value":
+        return signal.code.value if signal.code is not None else signal.state
+    if rule in (H5, H6):
+        return float(signal.evidence["slow"] / signal.evidence["n"])
+    if rule == H7:
+        return float(signal.evidence["errors"] / signal.evidence["requests"])
+    assert signal.value is not None
+    return signal.value
+
+
+@pytest.mark.parametrize("era", PAGES)
+def test_the_ten_are_read_from_every_page_of_every_era(era: str) -> None:
+    """A rename, and a threshold was silently dead: what an era tells is the right number, what it does not says so."""
+    engines = played(era)[0].engines or ("t",)
+    for rule, want in WANT[era].items():
+        for subject in ("t",) if rule in (H5, H6, H7) else engines:
+            got = told(era, rule, subject)
+            assert got == (want if isinstance(want, str) else pytest.approx(want, rel=0.03)), f"{rule} of {subject}"
+
+
+@pytest.mark.parametrize("era", PAGES)
+def test_the_golden_pages_are_what_the_generator_writes(era: str) -> None:
+    """A page that nobody can make again proves nothing: `python -m tests.engine_pages` makes them."""
+    assert (GOLDEN / f"{era}.txt").read_text() == PAGES[era](GOLDEN_AT_S)
+
+
+def test_no_golden_page_outlives_its_era() -> None:
+    """And none is there that no test reads."""
+    assert {path.stem for path in GOLDEN.iterdir()} == set(PAGES) == set(WANT)
+
+
+def kind_of(era: str) -> str:
+    """The map by which a page is read, told by its era's name."""
+    kinds = {"ray": "ray-serve-llm", "trtllm": "trtllm-serve", "dynamo-worker": "vllm"}
+    word = era.partition("-")[0]
+    return "dynamo-worker" if era == "dynamo-worker-silent" else kinds.get(era, kinds.get(word, word))
+
+
+@pytest.mark.parametrize("era", [era for era in PAGES if era != "vllm-muted"])
+def test_every_page_shows_whose_it_is(era: str) -> None:
+    """With `kind: auto`, and whatever other engines are known."""
+    assert played(era)[0].kind == kind_of(era)
+
+
+@pytest.mark.parametrize("era", PAGES)
+def test_a_steady_load_is_not_stuck(era: str) -> None:
+    """Engines that count no tokens were taken for hung after two minutes of work."""
+    for subject in played(era)[0].engines:
+        signal = played(era)[1]["engine-stuck", subject]
+        if era == "dynamo-worker-silent":
+            assert signal.state == "gap"
+        elif signal.state != "na":
+            assert signal.value is not None
+            assert signal.value < 0.5, signal
+
+
+def found(era: str, name: str, subject: str = "t") -> Found:
+    return next(f for f in played(era)[0].found if (f.name, f.subject) == (name, subject))
+
+
+@pytest.mark.parametrize("era", PAGES)
+def test_doctor_has_a_word_for_every_quantity(era: str) -> None:
+    """A metric, or a sentence that says why there is none: never an empty line."""
+    for one in played(era)[0].found:
+        assert one.how or one.why, one
+        assert (one.how is None) == (one.why is not None), one
+
+
+def test_what_sglangs_ranks_tell_is_not_added_up() -> None:
+    """aibrix#1614: two tensor-parallel ranks each tell the whole: 4 waited, 50 were preempted; it was 2 and 25."""
+    facts, of = played("sglang-0.5.12-tp2")
+    assert facts.engines == ("t",)
+    assert of[H1, "t"].evidence["waiting"] == 2
+    assert of[H3, "t"].value == 25
+    assert of[H8, "t"].evidence["slow_rank"] == "1"
+
+
+def test_what_data_parallel_engines_count_together_is_counted_once() -> None:
+    """SGLang's front counts first tokens for both engines: given to each, one request was two."""
+    facts, of = played("sglang-0.5.23-dp2")
+    assert facts.engines == ("t/0", "t/1")
+    assert of[H5, "t"].evidence["n"] == pytest.approx(600)
+    assert of[H1, "t/1"].evidence["waiting"] == 2
+
+
+def test_sglangs_slo_inside_a_bucket_is_undecided() -> None:
+    """0.5 s lies between SGLang's bounds 0.4 and 0.6: the certain ones are over 0.6, and the text says the bounds."""
+    signal = played("sglang-0.5.8")[1]["ttft-p99", "t"]
+    assert signal.evidence["bounds_s"] == [0.4, 0.6]
+
+
+def test_few_eager_steps_of_sglang_are_taken_for_none() -> None:
+    """SGLang does not tell the sizes: up to 1 % may be steps over the captured ones, and are evidence alone."""
+    reader, windows = PageReader("t"), Windows(EVERY_S)
+    for n in range(1, 41):
+        page = sglang("0.5.8")(n * EVERY_S)
+        page = "\n".join(f'{line.rpartition(" ")[0]} {n * EVERY_S * 0.1}' if "decode_none" in line else line
+                         for line in page.splitlines()) + "\n"
+        readings = reader.read(page.encode(), "text/plain", T0 + n * EVERY_S)
+        windows.ingest(Batch("engine:t", T0 + n * EVERY_S, 0.0, tuple(readings)))
+    scene = Scene(windows, T0 + 1200, "node", SLO, {"t": Target("t", ("t",), SLO)})
+    signal = compute(scene, [built_in()[H4]], {})[H4, "t"]
+    assert (signal.value, signal.method) == (0.0, "estimate")
+    assert signal.evidence["eager_share"] == pytest.approx(0.1 / 19.6)
+
+
+def test_an_engines_own_rate_is_shown_and_never_judged() -> None:
+    """sglang#4244: gen_throughput sticks at its last value when idle. No signal reads it."""
+    assert "never judged" in found("sglang-0.5.8", "throughput").note
+    assert '"throughput"' not in inspect.getsource(signals)
+
+
+def test_a_clients_fault_is_no_error() -> None:
+    """Validation failures of TGI, 400s of trtllm-serve, cancelled requests of Triton: as many as half of all."""
+    for era in ("tgi-3.3.7", "trtllm-1.3", "triton-25.03"):
+        assert played(era)[1][H7, "t"].evidence["errors"] == pytest.approx(6, abs=1), era
+
+
+def test_ray_leaves_out_what_has_not_counted_and_that_is_0() -> None:
+    """Counter.inc(0) is dropped under Ray: no preemption yet is 0 preemptions, and not a lost metric."""
+    assert found("ray-2.50", "preemptions").how == "0"
+    assert "appears with its first event" in found("ray-2.50", "preemptions").note
+
+
+def test_a_worker_that_passes_nothing_on_is_its_own_diagnosis() -> None:
+    """dynamo#14121: the worker is up and its engine's families are missing; the flag that gives them is named."""
+    assert "event publishing" in (found("dynamo-worker-silent", "ttft").remedy or "")
+
+
+def test_a_ratio_of_two_gauges_needs_both() -> None:
+    """TGI's budget was not on the page: its reserved tokens were read as a share of 830,000 %."""
+    page = "".join(f"{line}\n" for line in PAGES["tgi-3.3.7"](600).splitlines() if "batch_max_total" not in line)
+    told_of = {r.name: r for r in PageReader("t").read(page.encode(), "text/plain", 1.0)}
+    assert getattr(told_of["kv_usage"], "why", "").startswith("tgi_batch_max_total_tokens is not on the page")
+    zero = PAGES["tgi-3.3.7"](600).replace("tgi_batch_max_total_tokens 10000", "tgi_batch_max_total_tokens 0")
+    told_of = {r.name: r for r in PageReader("t").read(zero.encode(), "text/plain", 1.0)}
+    assert getattr(told_of["kv_usage"], "code", None) == "no_data"
+
+
+# --- maps -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_engine_says_something_of_every_number(kind: str) -> None:
+    """What a map leaves out would be neither a value nor N/A: a rule that nobody sees."""
+    names = list(SAMPLES)
+    of_an_engine = set(names[: names.index("down")])
+    quantities = load_map(kind).quantities
+    assert set(quantities) == of_an_engine
+    assert all(q.names or q.absent_means for q in quantities.values())
+    assert all(SAMPLES[name] == "counter" for name, q in quantities.items() if q.zero_beside)
+
+
+@pytest.mark.parametrize("kind", ROUTER_KINDS)
+def test_every_router_says_something_of_every_number(kind: str) -> None:
+    """The same for routers, which are never engines."""
+    router = load_map(kind)
+    assert router.role == "router"
+    assert set(router.quantities) == {name for name in SAMPLES if name.startswith("router_")}
+    assert all((q.names or q.absent_means) and q.of == "target" for q in router.quantities.values())
+
+
+@pytest.mark.parametrize("era", PAGES)
+def test_no_engine_is_taken_for_another(era: str) -> None:
+    """A page that two maps claim is read by the one that its families are of."""
+    families = Reader(frozenset()).read(PAGES[era](600).encode()).families
+    others = [load_map(kind) for kind in reversed(KINDS) if kind not in (kind_of(era), "vllm", "ray-serve-llm")]
+    mine = detect([*others], families)[0]
+    passed_on = {"dynamo-worker": {"dynamo-worker"}}.get(era, set())
+    assert mine is None or mine.kind in passed_on, mine
