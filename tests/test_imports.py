@@ -156,6 +156,7 @@ MAY_IMPORT: dict[str, Row] = {
         "agent agent.client drills drills.cluster drills.gate drills.gpu drills.model drills.proc drills.targets"
         " drills.xid_line", WORLD
     ),
+    "drills.supervisor": Row("", WORLD),
     "drills.xid_line": Row("agent agent.client drills drills.gpu drills.model drills.proc", WORLD),
     "drills.faults.slow_rank": Row("drills drills.gpu drills.model", WORLD),
     "drills.watch": Row("agent.client drills.judge", WORLD),
