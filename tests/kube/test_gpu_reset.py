@@ -188,7 +188,7 @@ def test_who_has_not_opted_in(scene: Scene) -> None:
     scene.node.pods_of[scene.engine.pid] = uid_of(scene.pod)
     exporter, _ = scene.node.start(STRANGER)
     scene.node.pods_of[exporter.pid] = uid_of(alone)
-    with pytest.raises(Refused, match="2 pods hold the GPU"):
+    with pytest.raises(Refused, match=rf"2 pods hold the GPU \(.*{scene.api.namespace}/{alone['metadata']['name']}"):
         FAULT.plan(scene.drill(), RUN)
     del scene.node.pods_of[exporter.pid]
     with pytest.raises(Refused, match=f"held by what is not ours: process {exporter.pid} "):
