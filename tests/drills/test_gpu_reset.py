@@ -530,7 +530,7 @@ def test_a_line_is_announced_and_then_written(node: Node, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(client, "expect_kernel_line", expect)
     plan = FAULT.plan(node.drill("synthetic"), RUN)
-    assert re.fullmatch(rf"NVRM: Xid \(PCI:0000:1a:00\): 43, pid=\d+, name=tocsin, drill {RUN} mark [0-9a-f]{{16}}",
+    assert re.fullmatch(rf"NVRM: Xid \(PCI:0000:1a:00\): 56, pid=\d+, name=tocsin, drill {RUN} mark [0-9a-f]{{16}}",
                         plan.facts["line"])
     assert (plan.undo, plan.restarts, plan.blast) == ([], False, {"replicas": 0})
     held = FAULT.inject(plan, ())
