@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from lightkube.codecs import from_dict
 
 from agent.config import load_config
 from drills.cluster import path_of
@@ -146,6 +147,26 @@ def test_the_shipped_configuration_is_one(tmp_path: Path) -> None:
     """The ConfigMap had a key that no version knew, and the DaemonSet never came up."""
     config = load_config(BASE / "tocsin.yaml", {"NODE_NAME": "gpu-17"})
     assert (config.listen, config.node) == ("0.0.0.0:9959", "gpu-17")
+
+
+def as_known(one: Object) -> Any:
+    """An object with the fields that Kubernetes' own definitions have."""
+    known: Any = from_dict(one)
+    return known.to_dict()
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_field_is_one_of_kubernetes(overlay: str) -> None:
+    """`readOnlyRootFileSystem: true`: kubectl took it, the API dropped it, and the root could be written."""
+    assert [one for one in OVERLAYS[overlay] if as_known(one) != one] == []
+
+
+def test_a_misspelt_field_is_seen() -> None:
+    """That what is said above is said by something that can see it."""
+    daemonset = copy.deepcopy(the(add(build(DRILLS), POD_NAMESPACES), "DaemonSet"))
+    assert as_known(daemonset) == daemonset
+    daemonset["spec"]["template"]["spec"]["containers"][0]["securityContext"]["readOnlyRootFileSystem"] = True
+    assert as_known(daemonset) != daemonset
 
 
 # ---- the image ----
