@@ -27,7 +27,7 @@ from agent.config import Config, load_all
 from agent.model import Rule
 from agent.signals import CATALOGUE
 from agent.strict import ConfigErrors
-from drills import guards, holder, lease, ledger, lock, pod_watch, prober, proc, tell, watch
+from drills import guards, holder, in_pod, lease, ledger, lock, pod_watch, prober, proc, tell, watch
 from drills.cluster import Cluster, ClusterError, configured
 from drills.config import FEWEST_REQUESTS, drills_of
 from drills.faults.table import FAULTS
@@ -179,7 +179,8 @@ class Run:
     def preflight(self, accept_unknown_budget: bool) -> None:
         """Find the targets and ask every guard. Raises Refused."""
         self.enter(State.PREFLIGHT)
-        plan = self.fault.plan(self.drill, self.run)
+        self.drill = in_pod.resolve(self.drill, self.run)
+        plan = in_pod.counted(self.fault.plan(self.drill, self.run), self.drill)
         known = {"of": len(self.config.engines)} if self.config.engines else {}
         self.plan = replace(plan, blast={**known, **plan.blast})
         self.record.planned(self.plan)

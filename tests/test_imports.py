@@ -119,6 +119,9 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "drills.schedule": Row("drills drills.cron drills.ledger drills.lock drills.model", WORLD),
     "drills.cluster": Row("", WORLD),
+    "drills.in_pod": Row(
+        "drills drills.cluster drills.faults.pod_kill drills.gpu drills.model drills.pods drills.proc", WORLD
+    ),
     "drills.lease": Row("drills.cluster drills.model", WORLD),
     "drills.pods": Row("drills.cluster", "random"),
     "drills.pod_watch": Row("drills drills.cluster drills.pods drills.watch", WORLD),
@@ -166,9 +169,9 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.unit": Row("drills.model", "pathlib"),
     "drills.runner": Row(
         "agent agent.client agent.config agent.model agent.signals agent.strict drills drills.cluster drills.config"
-        " drills.faults.table drills.guards drills.holder drills.judge drills.ledger drills.lease drills.lock"
-        " drills.model drills.pod_watch drills.prober drills.proc drills.record drills.targets drills.tell"
-        " drills.watch", WORLD
+        " drills.faults.table drills.guards drills.holder drills.in_pod drills.judge drills.ledger drills.lease"
+        " drills.lock drills.model drills.pod_watch drills.prober drills.proc drills.record drills.targets"
+        " drills.tell drills.watch", WORLD
     ),
     "drills.daemon": Row(
         "agent agent.config agent.model agent.sdnotify agent.signals agent.strict drills drills.cluster drills.config"
@@ -177,8 +180,8 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "drills.cli": Row(
         "agent agent.client agent.config agent.signals agent.strict drills drills.config drills.daemon"
-        " drills.faults.table drills.guards drills.heal drills.history drills.lock drills.model drills.record"
-        " drills.report drills.runner drills.schedule drills.targets drills.tell drills.unit",
+        " drills.faults.table drills.guards drills.heal drills.history drills.in_pod drills.lock drills.model"
+        " drills.record drills.report drills.runner drills.schedule drills.targets drills.tell drills.unit",
         "getpass json msgspec os pathlib sys time typer",
     ),
 }
@@ -190,6 +193,7 @@ AGENT_FOR_DRILLS = {
 CLOCK_READERS = {
     "drills.ledger": "stamps its entries",
     "drills.holder": "stamps its events",
+    "drills.in_pod": "how long a pod ought to be gone",
     "drills.lease": "the wall clock, for people; what it goes by is CLOCK_BOOTTIME",
     "drills.runner": "the run's own clock",
     "drills.daemon": "when drills are due",
