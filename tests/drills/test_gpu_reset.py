@@ -160,6 +160,7 @@ def test_a_node_that_has_not_opted_in(node: Node, who: str) -> None:
         FAULT.plan(drill, RUN)
 
 
+@pytest.mark.heavy
 def test_what_may_not_be_reset(node: Node) -> None:
     """Another GPU's UUID, an engine under no service, one that the node depends on, GPUs that fall together."""
     engine, drill = node.engine()
@@ -259,6 +260,7 @@ def test_a_reset_that_hangs(node: Node, monkeypatch: pytest.MonkeyPatch) -> None
     assert FAULT.left(plan) == []
 
 
+@pytest.mark.heavy
 def test_a_reset_in_state_d_is_left(node: Node) -> None:
     """What the kernel holds cannot be ended: it is named, with what to do, and no other drill starts."""
     plan = Plan("gpu-reset", RUN, [], [], [], {"mode": "reset", "uuid": UUID, "before": {"persistence": None}})
@@ -283,6 +285,7 @@ def test_who_comes_between_plan_and_reset(node: Node) -> None:
     assert not [line for line in node.asked() if "reset" in line]
 
 
+@pytest.mark.heavy
 def test_an_engine_that_ended_meanwhile(node: Node) -> None:
     """The number may be another's by now."""
     engine, drill = node.engine()
@@ -545,6 +548,7 @@ def test_a_line_is_announced_and_then_written(node: Node, monkeypatch: pytest.Mo
     assert FAULT.plan(node.drill("synthetic"), RUN).facts["mark"] != plan.facts["mark"]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("how", ["no agent", "not read"])
 def test_nothing_is_written_that_the_agent_was_not_told(node: Node, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """To an agent that knows nothing of it, the line is a forgery."""
@@ -556,6 +560,7 @@ def test_nothing_is_written_that_the_agent_was_not_told(node: Node, monkeypatch:
     assert node.kmsg.read_text() == ""
 
 
+@pytest.mark.heavy
 def test_other_watchers_of_the_log_are_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """NVSentinel saw the drill's line, and drained the node."""
     name = f"gpud{os.getpid()}"  # of this test: others may run beside it
@@ -570,6 +575,7 @@ def test_other_watchers_of_the_log_are_refused(node: Node, monkeypatch: pytest.M
     FAULT.plan(node.drill("synthetic"), RUN)
 
 
+@pytest.mark.heavy
 def test_a_log_that_cannot_be_written(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a pod there is no /dev/kmsg."""
     monkeypatch.setattr(xid_line, "KMSG", node.folder / "no" / "kmsg")

@@ -93,6 +93,7 @@ def test_signals_go_on_and_the_end_is_in_good_order(tmp_path: Path) -> None:
     assert (tmp_path / "healed").exists()
 
 
+@pytest.mark.heavy
 def test_drilld_that_does_not_stop_is_killed_and_healed(tmp_path: Path) -> None:
     """At the end of its grace the kubelet would have killed all, heal as well."""
     with supervised(tmp_path, STUBBORN, stops_within_s=0.3) as process:
@@ -101,6 +102,7 @@ def test_drilld_that_does_not_stop_is_killed_and_healed(tmp_path: Path) -> None:
     assert (tmp_path / "healed").exists()
 
 
+@pytest.mark.heavy
 def test_orphans_are_reaped(tmp_path: Path) -> None:
     """After a month of drills the pod had 4,000 zombies and no process number left."""
     with supervised(tmp_path, LEAVES_ORPHANS) as process:
@@ -123,6 +125,7 @@ def test_orphans_are_reaped(tmp_path: Path) -> None:
         assert process.wait(30) == 0
 
 
+@pytest.mark.heavy
 def test_what_could_not_be_healed_is_told(tmp_path: Path) -> None:
     """An exit status of 0 said that all was well."""
     with supervised(tmp_path, WAITS, heal="import sys; sys.exit(7)") as process:
