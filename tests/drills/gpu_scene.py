@@ -49,6 +49,7 @@ case "$*" in
     mv new scenario.json; exit 0;;
 esac
 [ -e hang ] && exec sleep 600.0417
+[ -e slow ] && sleep 0.5
 tail -n +2 answer
 status=$(head -n 1 answer)
 [ "$status" = 0 ] && [ -e after ] && cp after new && mv new scenario.json

@@ -354,6 +354,33 @@ def test_everything_is_killed_with_the_gate_shut(node: Node) -> None:
 
 
 @pytest.mark.heavy
+def test_killed_at_any_instant(node: Node) -> None:
+    """The holder was killed between any two steps: after heal the gate is off, persistence mode on, no reset runs."""
+    node.play({**NODE, "defaults": {**NODE["defaults"], "persistence": 1}})
+    (node.folder / "slow").touch()
+    root = node.folder / "runs"
+    for number in range(6):
+        _, drill = node.engine()
+        run = f"reset-20261129T2100{number:02d}Z-ab12"
+        plan = FAULT.plan(drill, run)
+        folder, ledger = new_run(root, plan)
+        held = arm(folder, ledger, plan)
+        held.inject(10.0)
+        time.sleep(0.4 * number)
+        os.kill(held.process_id.pid, signal.SIGKILL)
+        assert held.wait_gone(30.0)  # a reset under way is not cut off
+        ledger.close()
+        assert heal.heal(root, finish=lambda *_: None) == [], number
+        assert FAULT.left(plan) == []
+        assert node.shut() == []
+        seen = gpu.find(UUID, gpu.look())
+        assert seen is not None
+        assert seen.persistence is True, number
+        assert not [pid for pid in proc.pids() if "--gpu-reset" in proc.command_line(pid) and UUID in
+                    proc.command_line(pid)]  # fmt: skip
+
+
+@pytest.mark.heavy
 def test_through_the_holder(node: Node) -> None:
     """As the runner does it: samples tell how far it is, and revert leaves nothing."""
     engine, drill = node.engine()
