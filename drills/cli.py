@@ -90,7 +90,7 @@ def plan(context: typer.Context, name: str, config: ConfigFile = None, as_json: 
     import time
     from dataclasses import replace
 
-    from drills import daemon, guards, schedule
+    from drills import daemon, guards, in_pod, schedule
     from drills.faults.table import FAULTS
     from drills.model import Refused
     from drills.targets import reserved_ports
@@ -100,7 +100,8 @@ def plan(context: typer.Context, name: str, config: ConfigFile = None, as_json: 
     drill = replace(drill, target={**drill.target, "reserved": reserved_ports(settings_)})
     run = schedule.run_id(name, time.time(), settings_.node or "")
     try:
-        planned = FAULTS[drill.fault].plan(drill, run)
+        drill = in_pod.resolve(drill, run)
+        planned = in_pod.counted(FAULTS[drill.fault].plan(drill, run), drill)
     except Refused as no:
         fail(f"{name} is refused: {no}", REFUSED)
     facts = guards.collect(settings_, drill, planned, root=daemon.root_of(settings_), run=run, now=time.time(),

@@ -21,10 +21,10 @@ from drills.model import Drill, Holds, Load, Schedule, announces
 
 # What each fault takes under `target` (one of them) and under `params`.
 TARGETS: Mapping[str, Sequence[str]] = {
-    "process-kill": ("engine", "port", "pid"),
-    "engine-hang": ("engine", "port", "pid"),
-    "packet-loss": ("engine", "port", "pid"),
-    "upstream-timeout": ("engine", "port", "upstream"),
+    "process-kill": ("engine", "port", "pid", "selector"),
+    "engine-hang": ("engine", "port", "pid", "selector"),
+    "packet-loss": ("engine", "port", "pid", "selector"),
+    "upstream-timeout": ("engine", "port", "upstream", "selector"),
     "disk-full": ("path",),
     "gpu-reset": ("engine", "gpu"),  # or both: which of the engine's
     "slow-rank": ("engine",),
@@ -47,7 +47,7 @@ MODES: Mapping[str, Sequence[str]] = {
 }
 # key of `params` -> what the fault calls it, with its unit
 NAMES: Mapping[str, str] = {"delay": "delay_s", "retry_after": "retry_after_s", "leave": "leave_bytes"}
-XID_RULES = ("xid-note",)  # what sees the kernel's line of a synthetic gpu-reset
+XID_RULES = ("xid-ticket",)  # what sees the kernel's line of a synthetic gpu-reset
 WITH_PARTS = frozenset({"process-kill", "engine-hang", "slow-rank"})
 # Faults between the user and the engine: the engine's own page begins behind them.
 OUTSIDE = frozenset({"packet-loss", "upstream-timeout"})
@@ -109,10 +109,10 @@ def _form_faults(config: Config, drill: DrillConfig) -> Iterator[Fault]:
             takes = ", ".join(PARAMS[drill.fault]) or "none"
             message = f"{drill.fault} takes no {name}"
             yield places.fault(f"{drill.at}.params.{name}", message, f"remove it; it takes {takes}")
-    if drill.fault == "pod-kill" and target.namespace is None:
-        yield places.fault(f"{drill.at}.target", "pod-kill names no namespace", "add namespace: NAME beside selector")
-    if target.namespace is not None and drill.fault != "pod-kill":
-        yield places.fault(f"{drill.at}.target.namespace", f"{drill.fault} has no namespace", "remove it")
+    if target.selector is not None and target.namespace is None:
+        yield places.fault(f"{drill.at}.target", "selector without a namespace", "add namespace: NAME beside it")
+    if target.namespace is not None and target.selector is None:
+        yield places.fault(f"{drill.at}.target.namespace", "a namespace without a selector", "add one, or remove it")
     mode, modes = drill.params.mode or "turn", MODES.get(drill.fault, ())
     if drill.params.mode and modes and mode not in modes:
         message = f"{drill.fault} has no mode {mode}"
@@ -191,8 +191,9 @@ def why_unseen(config: Config, drill: DrillConfig, announced: Sequence[Rule]) ->
         return _why_unseen_by_users(config, drill, announced)
     if drill.fault == "gpu-reset":
         return _why_reset_unseen(config, drill, announced)
-    if drill.fault == "pod-kill" and drill.load is None and not config.engines:
-        return "no signal can see pod-kill: no engine is configured, and nobody asks as users do", "add load: {url: …}"
+    if drill.target.selector is not None and drill.load is None and not config.engines:
+        message = f"no signal can see {drill.fault}: no engine is configured, and nobody asks as users do"
+        return message, "add load: {url: …}"
     if drill.fault in WITH_PARTS and drill.target.port is not None and _engine_at(config, drill.target.port) is None:
         message = f"no signal can see {drill.fault} at port {drill.target.port}: the agent watches no engine there"
         return message, "add the engine under engines, and name it"
@@ -302,7 +303,7 @@ def _target(config: Config, drill: DrillConfig) -> dict[str, Any]:
     if drill.fault in ON_GPUS:
         target |= {"gpus": [] if engine is None else list(engine.gpus), "socket": str(config.socket),
                    "node": config.node, "other_watchers_ok": list(config.drill_guards.other_watchers_ok)}
-    if drill.fault == "pod-kill":
+    if written.selector is not None:
         target["node"] = config.node
     target["state_dir"] = str(config.state_dir)
     return target

@@ -24,8 +24,10 @@ def with_engine(target: Mapping[str, Any], config: Config) -> dict[str, Any]:
 def _is(engine: EngineConfig, target: Mapping[str, Any]) -> bool:
     parts = urlsplit(engine.url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    if target.get("pid") is not None:
-        pid = int(target["pid"])
-        own = {pid, *(one.pid for one in proc.descendants(pid)), *proc.ancestors(pid)} - {0, 1}
-        return bool(own & set(proc.listeners(port)))
-    return target.get("address") == parts.hostname and target.get("port") == port
+    if target.get("address") is not None and target.get("port") is not None:
+        return target["address"] == parts.hostname and target["port"] == port
+    if target.get("pid") is None:
+        return False
+    pid = int(target["pid"])
+    own = {pid, *(one.pid for one in proc.descendants(pid)), *proc.ancestors(pid)} - {0, 1}
+    return bool(own & set(proc.listeners(port)))

@@ -266,7 +266,8 @@ class Holder:
 
     def lease(self, until: float) -> None:
         """Have it end the fault by itself then (CLOCK_BOOTTIME seconds), unless it is told of a later time before."""
-        self._tell(f"lease {until!r}")
+        with contextlib.suppress(ValueError):  # its pipe was closed this moment: it is over
+            self._tell(f"lease {until!r}")
 
     def revert(self, timeout_s: float) -> list[Left]:
         """End the fault and the holder, in good order or not, and look at what is left. Never raises."""

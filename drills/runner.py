@@ -27,7 +27,7 @@ from agent.config import Config, load_all, slo_for
 from agent.model import Rule
 from agent.signals import CATALOGUE
 from agent.strict import ConfigErrors
-from drills import guards, hit, holder, lease, ledger, lock, pod_watch, prober, proc, tell, watch
+from drills import guards, hit, holder, in_pod, lease, ledger, lock, pod_watch, prober, proc, tell, watch
 from drills.cluster import Cluster, ClusterError, configured
 from drills.config import FEWEST_REQUESTS, drills_of, own_time_s
 from drills.faults.table import FAULTS
@@ -185,12 +185,14 @@ class Run:
     def preflight(self, accept_unknown_budget: bool) -> None:
         """Find the targets and ask every guard. Raises Refused."""
         self.enter(State.PREFLIGHT)
-        plan = self.fault.plan(self.drill, self.run)
+        self.drill = in_pod.resolve(self.drill, self.run)
+        plan = in_pod.counted(self.fault.plan(self.drill, self.run), self.drill)
         known = {"of": len(self.config.engines)} if self.config.engines else {}
         self.plan = replace(plan, blast={**known, **plan.blast})
         self.record.planned(self.plan)
         self.drill = replace(self.drill, target=hit.with_engine(self.drill.target, self.config))
-        if self.drill.target.get("pid") is not None and self.drill.target.get("engine") is None and self.announced:
+        named = self.drill.target.get("engine") or self.drill.target.get("pod")
+        if self.drill.target.get("pid") is not None and named is None and self.announced:
             raise Refused(f"process {self.drill.target['pid']} serves no engine of the configuration: no signal can see"
                           " this drill; name the engine under engines")
         self.accept_unknown_budget = accept_unknown_budget

@@ -19,7 +19,7 @@ from drills.gpu import Gpu
 from drills.model import Command, Drill, Plan, Refused
 
 KMSG = Path("/dev/kmsg")
-XID = 43  # a channel was stopped by the application: nobody's policy drains a node for it
+XID = 56  # of the display engine, which serves nothing here: it asks for no action, and nobody drains a node for it
 ANNOUNCED_FOR_S = 10.0
 NEEDS = ("root",)  # the agent believes root alone
 # Who else acts on an Xid line, and would drain the node for ours.

@@ -18,6 +18,7 @@ PACKAGES = {
     "amtool": "prometheus-alertmanager",
     "gcc": "gcc libc6-dev",
     "ip": "iproute2",
+    "kubectl": "kubernetes-client",
     "nft": "nftables",
     "nginx": "nginx-light",
     "promtool": "prometheus",

@@ -141,6 +141,9 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "drills.schedule": Row("drills drills.cron drills.ledger drills.lock drills.model", WORLD),
     "drills.cluster": Row("", WORLD),
+    "drills.in_pod": Row(
+        "drills drills.cluster drills.faults.pod_kill drills.gpu drills.model drills.pods drills.proc", WORLD
+    ),
     "drills.lease": Row("drills.cluster drills.model", WORLD),
     "drills.pods": Row("drills.cluster", "random"),
     "drills.pod_watch": Row("drills drills.cluster drills.pods drills.watch", WORLD),
@@ -179,6 +182,7 @@ MAY_IMPORT: dict[str, Row] = {
         "agent agent.client drills drills.cluster drills.gate drills.gpu drills.model drills.proc drills.targets"
         " drills.xid_line", WORLD
     ),
+    "drills.supervisor": Row("", WORLD),
     "drills.xid_line": Row("agent agent.client drills drills.gpu drills.model drills.proc", WORLD),
     "drills.faults.slow_rank": Row("drills drills.gpu drills.model", WORLD),
     "drills.watch": Row("agent.client drills.judge", WORLD),
@@ -189,9 +193,9 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.hit": Row("agent.config drills drills.proc"),
     "drills.runner": Row(
         "agent agent.client agent.config agent.model agent.signals agent.strict drills drills.cluster drills.config"
-        " drills.faults.table drills.guards drills.hit drills.holder drills.judge drills.ledger drills.lease"
-        " drills.lock drills.model drills.pod_watch drills.prober drills.proc drills.record drills.targets drills.tell"
-        " drills.watch", WORLD
+        " drills.faults.table drills.guards drills.hit drills.holder drills.in_pod drills.judge drills.ledger"
+        " drills.lease drills.lock drills.model drills.pod_watch drills.prober drills.proc drills.record drills.targets"
+        " drills.tell drills.watch", WORLD
     ),
     "drills.daemon": Row(
         "agent agent.config agent.model agent.sdnotify agent.signals agent.strict drills drills.cluster drills.config"
@@ -200,8 +204,8 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "drills.cli": Row(
         "agent agent.client agent.config agent.signals agent.strict drills drills.config drills.daemon"
-        " drills.faults.table drills.guards drills.heal drills.history drills.lock drills.model drills.record"
-        " drills.report drills.runner drills.schedule drills.targets drills.tell drills.unit",
+        " drills.faults.table drills.guards drills.heal drills.history drills.in_pod drills.lock drills.model"
+        " drills.record drills.report drills.runner drills.schedule drills.targets drills.tell drills.unit",
         "getpass json msgspec os pathlib sys time traceback typer",
     ),
 }
@@ -215,6 +219,7 @@ CLOCK_READERS = {
     "drills.ledger": "stamps its entries",
     "drills.holder": "stamps its events",
     "agent.notifiers.trial": "stamps its test alert",
+    "drills.in_pod": "how long a pod ought to be gone",
     "drills.lease": "the wall clock, for people; what it goes by is CLOCK_BOOTTIME",
     "drills.runner": "the run's own clock",
     "drills.daemon": "when drills are due",

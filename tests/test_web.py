@@ -271,7 +271,7 @@ def test_what_drilld_says_wrongly_is_refused_by_name(unix: Server, url: str, bod
 def test_a_line_of_the_kernel_s_log_is_announced_by_root_alone(view: FakeView, unix: Server, tcp: Server) -> None:
     """Whoever may use the socket could have made a forged Xid line the driver's own."""
     mine = client.expect_kernel_line if os.geteuid() == 0 else None
-    line = "NVRM: Xid (PCI:0000:1a:00): 43, drill x mark 0a1b"
+    line = "NVRM: Xid (PCI:0000:1a:00): 56, drill x mark 0a1b"
     if mine is not None:
         assert mine(Path(unix.address), line, 10.0) == {"expected": True, "why": None}
         assert view.told == [("kernel line", line, 10.0)]

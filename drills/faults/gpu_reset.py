@@ -172,8 +172,19 @@ def _pod_of(found: Sequence[Holder], agent: int) -> str | None:
     """The one pod whose processes hold a GPU; None where none does. Raises Refused where there are several."""
     pods = sorted({holder.pod for holder in found if holder.pod and holder.process.pid != agent})
     if len(pods) > 1:
-        raise Refused(f"{len(pods)} pods hold the GPU ({', '.join(pods)}): one is drilled, the others are not asked")
+        named = ", ".join(_named(pods))
+        raise Refused(f"{len(pods)} pods hold the GPU ({named}): one is drilled, stop the others on this node for it")
     return pods[0] if pods else None
+
+
+def _named(uids: Sequence[str]) -> list[str]:
+    """Pods as people call them, where the API tells."""
+    from drills.cluster import ClusterError, uid_of
+
+    known: dict[str, str] = {}
+    with contextlib.suppress(ClusterError), _cluster() as cluster:
+        known = {uid_of(one): f"{one['metadata']['namespace']}/{one['metadata']['name']}" for one in cluster.pods(None)}
+    return [known.get(uid, uid) for uid in uids]
 
 
 def _facts_of_pod(node: str, uid: str | None, run: str) -> dict[str, Any]:

@@ -181,7 +181,8 @@ def _told_to_go(cluster: Cluster, facts: Mapping[str, Any]) -> float | None:
     """Delete or evict it; by when it is to be gone, where that is told. Raises ClusterError, Refused."""
     namespace, name, uid = facts["namespace"], facts["name"], facts["uid"]
     if facts["mode"] == "delete":
-        return time_of(cluster.delete_pod(namespace, name, uid)["metadata"].get("deletionTimestamp"))
+        told = cluster.delete_pod(namespace, name, uid).get("metadata") or {}
+        return time_of(told.get("deletionTimestamp"))
     end = time.monotonic() + ASK_WITHIN_S
     while True:
         try:

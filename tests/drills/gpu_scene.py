@@ -48,7 +48,8 @@ case "$*" in
     sed "s/\\"own_w\\": 0, \\"power_limit_w\\": [0-9.]*/\\"own_w\\": 0, \\"power_limit_w\\": $4/" scenario.json > new
     mv new scenario.json; exit 0;;
 esac
-[ -e hang ] && exec sleep 600
+[ -e hang ] && exec sleep 600.0417
+[ -e slow ] && sleep 0.5
 tail -n +2 answer
 status=$(head -n 1 answer)
 [ "$status" = 0 ] && [ -e after ] && cp after new && mv new scenario.json

@@ -146,10 +146,10 @@ def test_each_fault_gets_its_own_numbers(text: str, params: object, target: dict
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("fault: pod-kill, target: {selector: app=vllm}", "pod-kill names no namespace; add namespace: NAME"),
+        ("fault: pod-kill, target: {selector: app=vllm}", "selector without a namespace; add namespace"),
         (f"fault: pod-kill, target: {{namespace: llm, selector: app=vllm}}, {LOAD}, params: {{mode: turn}}",
          "pod-kill has no mode turn; write delete or evict"),
-        ("fault: process-kill, target: {engine: llama, namespace: llm}", "process-kill has no namespace; remove it"),
+        ("fault: process-kill, target: {engine: llama, namespace: llm}", "a namespace without a selector; add one"),
         ("fault: gpu-reset, target: {gpu: GPU-1}, params: {mode: reset}", "which engine does it hit?"),
         ("fault: gpu-reset, target: {gpu: GPU-1}", "no rule that is on sees a line of an Xid"),
         ("fault: gpu-reset, target: {engine: llama}, expects: [engine-down]", "name target.gpu by its UUID"),

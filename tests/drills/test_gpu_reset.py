@@ -8,8 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +20,18 @@ import msgspec
 import pytest
 
 from agent import client
-from drills import gate, gpu, heal, proc, xid_line
+from agent.config import load_all
+from agent.signals import CATALOGUE
+from drills import gate, gpu, heal, proc, runner, xid_line
+from drills.config import drills_of
 from drills.faults import gpu_reset
 from drills.faults.gpu_reset import FAULT, Resetting
 from drills.gate import Gate
 from drills.gpu import Group, groups_of, parse_reset, recovery_of, uncovered
-from drills.ledger import Ledger
+from drills.heal import is_clean
+from drills.ledger import Ledger, read
 from drills.model import Left, Plan, Refused, State
+from tests.agent_process import AgentProcess
 from tests.drills.gpu_scene import BUS, DONE, IN_USE, NODE, OTHER, PARTIAL, STRANGER, UNIT, UUID, Node
 from tests.drills.stand_ins import ROOT, arm, new_run, wait_for
 from tests.needs import find, need
@@ -154,6 +160,7 @@ def test_a_node_that_has_not_opted_in(node: Node, who: str) -> None:
         FAULT.plan(drill, RUN)
 
 
+@pytest.mark.heavy
 def test_what_may_not_be_reset(node: Node) -> None:
     """Another GPU's UUID, an engine under no service, one that the node depends on, GPUs that fall together."""
     engine, drill = node.engine()
@@ -253,6 +260,7 @@ def test_a_reset_that_hangs(node: Node, monkeypatch: pytest.MonkeyPatch) -> None
     assert FAULT.left(plan) == []
 
 
+@pytest.mark.heavy
 def test_a_reset_in_state_d_is_left(node: Node) -> None:
     """What the kernel holds cannot be ended: it is named, with what to do, and no other drill starts."""
     plan = Plan("gpu-reset", RUN, [], [], [], {"mode": "reset", "uuid": UUID, "before": {"persistence": None}})
@@ -277,6 +285,7 @@ def test_who_comes_between_plan_and_reset(node: Node) -> None:
     assert not [line for line in node.asked() if "reset" in line]
 
 
+@pytest.mark.heavy
 def test_an_engine_that_ended_meanwhile(node: Node) -> None:
     """The number may be another's by now."""
     engine, drill = node.engine()
@@ -330,7 +339,8 @@ def test_everything_is_killed_with_the_gate_shut(node: Node) -> None:
     ledger.close()
     held.inject(10.0)
     wait_for(lambda: any("reset" in line for line in node.asked()))
-    (smi,) = [pid for pid in proc.pids() if "sleep" in proc.command_line(pid)[:1] and "600" in proc.command_line(pid)]
+    asleep = [pid for pid in proc.pids() if proc.command_line(pid)[:1] == ["sleep"]]
+    (smi,) = [pid for pid in asleep if Path(f"/proc/{pid}/cwd").resolve() == node.folder.resolve()]
     assert len(node.shut()) == 3
     os.kill(held.process_id.pid, signal.SIGKILL)
     wait_for(lambda: not proc.is_same(held.process_id))
@@ -341,6 +351,33 @@ def test_everything_is_killed_with_the_gate_shut(node: Node) -> None:
     header.close()
     assert heal.heal(node.folder / "runs", finish=lambda *_: None) == []
     assert node.shut() == []
+
+
+@pytest.mark.heavy
+def test_killed_at_any_instant(node: Node) -> None:
+    """The holder was killed between any two steps: after heal the gate is off, persistence mode on, no reset runs."""
+    node.play({**NODE, "defaults": {**NODE["defaults"], "persistence": 1}})
+    (node.folder / "slow").touch()
+    root = node.folder / "runs"
+    for number in range(6):
+        _, drill = node.engine()
+        run = f"reset-20261129T2100{number:02d}Z-ab12"
+        plan = FAULT.plan(drill, run)
+        folder, ledger = new_run(root, plan)
+        held = arm(folder, ledger, plan)
+        held.inject(10.0)
+        time.sleep(0.4 * number)
+        os.kill(held.process_id.pid, signal.SIGKILL)
+        assert held.wait_gone(30.0)  # a reset under way is not cut off
+        ledger.close()
+        assert heal.heal(root, finish=lambda *_: None) == [], number
+        assert FAULT.left(plan) == []
+        assert node.shut() == []
+        seen = gpu.find(UUID, gpu.look())
+        assert seen is not None
+        assert seen.persistence is True, number
+        assert not [pid for pid in proc.pids() if "--gpu-reset" in proc.command_line(pid) and UUID in
+                    proc.command_line(pid)]  # fmt: skip
 
 
 @pytest.mark.heavy
@@ -359,6 +396,98 @@ def test_through_the_holder(node: Node) -> None:
     assert held.revert(10.0) == []
     ledger.close()
     assert node.shut() == []
+
+
+# An engine that has a GPU open, whatever else it is.
+ON_A_GPU = """
+import runpy, sys
+held = open(sys.argv.pop(1))
+runpy.run_module("tests.drills.streaming_engine", run_name="__main__")
+"""
+
+
+LOADS_S = 20.0  # until a model is loaded: an engine that is back within a second is no page
+
+
+class Systemd:
+    """Starts an engine again when it has ended, as soon as no gate is shut before it."""
+
+    def __init__(self, node: Node, port: int) -> None:
+        self.node, self.port = node, port
+        self.stopping, self.waited = threading.Event(), False
+        self.process = self._start()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", ON_A_GPU, str(self.node.dev / "nvidia3"), "--port", str(self.port)]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        self.node.units_of[process.pid] = UNIT
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process
+
+    def _watch(self) -> None:
+        while not self.stopping.is_set():
+            self.process.wait()
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+            while not self.stopping.wait(0.05) and any(name.endswith(".shut") for name in self.node.shut()):
+                self.waited = True
+            if not self.stopping.wait(LOADS_S):
+                self.process = self._start()
+
+    def stop(self) -> None:
+        """End it for good."""
+        self.stopping.set()
+        self.process.kill()
+        self.thread.join(30)
+
+
+@pytest.mark.heavy
+def test_a_whole_run(node: Node, free_port: Callable[[], int]) -> None:
+    """Real agent, runner and holder: the alert rang, the engine waited behind the gate and came back by itself."""
+    ports = [free_port(), free_port()]
+    engine = Systemd(node, ports[0])
+    node.stack.callback(engine.stop)
+    other = subprocess.Popen([sys.executable, "-m", "tests.drills.streaming_engine", "--port", str(ports[1])], cwd=ROOT,
+                             stdout=subprocess.PIPE, text=True)
+    node.stack.callback(other.wait, 30)
+    node.stack.callback(other.kill)
+    assert other.stdout is not None
+    node.stack.callback(other.stdout.close)
+    other.stdout.readline()
+    config = {
+        "node": "n1", "poll": "1s", "kernel_log": "off", "discover": False,
+        "engines": [{"name": name, "url": f"http://127.0.0.1:{port}"} for name, port in zip("ab", ports, strict=True)],
+        "rules": {"override": {"engine-down": {"keep": "1s"}}},
+        "drill_guards": {"lever_file": str(node.folder / "NO-DRILLS")},
+        "drills": [{"name": "reset", "fault": "gpu-reset", "target": {"engine": "a", "gpu": UUID},
+                    "params": {"mode": "reset"}, "for": "33s", "baseline": "2s", "recovery": "5s",
+                    "resolve_within": "60s",
+                    "holds": {"goodput": None, "ttft_p99": None, "itl_p99": None, "error_ratio": None,
+                              "restart_within": "60s", "retry_storm": False}}],
+    }  # fmt: skip
+    with AgentProcess(node.folder / "agent", config) as agent:
+        told, rules = load_all(agent.path, {}, CATALOGUE)
+        (drill,) = drills_of(told, rules.rules)
+        wait_for(lambda: {s["state"] for s in agent.ask("/check")["signals"] if s["rule"] == "engine-down"} == {"OK"})
+        folder = runner.create(node.folder / "drills", drill, RUN, started_by="a test", config_path=agent.path)
+        run = runner.Run(folder, drill, told, rules.rules)
+        verdict = run.execute(accept_unknown_budget=True)
+        record = json.loads((folder / "run.json").read_text())
+        rows = {row["name"]: (row["verdict"], row["got"]) for row in record["rows"]}
+        log = agent.log.read_text()
+
+    assert rows["fault_proven"][0] == "PASS", rows
+    held = ("restart", "no_orphans", "as_before", "not_ended_early", "nothing_unexpected", "alarm.engine-down.fired",
+            "alarm.engine-down.resolved")  # fmt: skip
+    assert [name for name in held if rows[name][0] != "PASS"] == [], rows
+    assert verdict == "INCONCLUSIVE", rows  # no receiver that could be asked whether the page arrived
+    assert engine.waited
+    assert "nvml_released" in log
+    assert node.shut() == []
+    assert is_clean(read(folder))
 
 
 # ---- the gate ----
@@ -431,7 +560,7 @@ def test_a_line_is_announced_and_then_written(node: Node, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(client, "expect_kernel_line", expect)
     plan = FAULT.plan(node.drill("synthetic"), RUN)
-    assert re.fullmatch(rf"NVRM: Xid \(PCI:0000:1a:00\): 43, pid=\d+, name=tocsin, drill {RUN} mark [0-9a-f]{{16}}",
+    assert re.fullmatch(rf"NVRM: Xid \(PCI:0000:1a:00\): 56, pid=\d+, name=tocsin, drill {RUN} mark [0-9a-f]{{16}}",
                         plan.facts["line"])
     assert (plan.undo, plan.restarts, plan.blast) == ([], False, {"replicas": 0})
     held = FAULT.inject(plan, ())
@@ -446,6 +575,7 @@ def test_a_line_is_announced_and_then_written(node: Node, monkeypatch: pytest.Mo
     assert FAULT.plan(node.drill("synthetic"), RUN).facts["mark"] != plan.facts["mark"]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("how", ["no agent", "not read"])
 def test_nothing_is_written_that_the_agent_was_not_told(node: Node, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """To an agent that knows nothing of it, the line is a forgery."""
@@ -457,18 +587,22 @@ def test_nothing_is_written_that_the_agent_was_not_told(node: Node, monkeypatch:
     assert node.kmsg.read_text() == ""
 
 
-def test_other_watchers_of_the_log_are_refused(node: Node) -> None:
+@pytest.mark.heavy
+def test_other_watchers_of_the_log_are_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """NVSentinel saw the drill's line, and drained the node."""
-    words = [sys.executable, "-c", "import time; time.sleep(60)"]
-    with subprocess.Popen(["/opt/x/gpud", *words[1:]], executable=sys.executable) as other:
-        wait_for(lambda: proc.command_line(other.pid)[:1] == ["/opt/x/gpud"])
-        with pytest.raises(Refused, match=rf"gpud \(pid {other.pid}\) would act on the line"):
+    name = f"gpud{os.getpid()}"  # of this test: others may run beside it
+    monkeypatch.setattr(xid_line, "WATCHERS", {name: "gpud"})
+    words = [f"/opt/x/{name}", "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(words, executable=sys.executable) as other:
+        wait_for(lambda: proc.command_line(other.pid)[:1] == words[:1])
+        with pytest.raises(Refused, match=rf"{name} \(pid {other.pid}\) would act on the line"):
             FAULT.plan(node.drill("synthetic"), RUN)
         FAULT.plan(node.drill("synthetic", other_watchers_ok=["gpud"]), RUN)
         other.kill()
     FAULT.plan(node.drill("synthetic"), RUN)
 
 
+@pytest.mark.heavy
 def test_a_log_that_cannot_be_written(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a pod there is no /dev/kmsg."""
     monkeypatch.setattr(xid_line, "KMSG", node.folder / "no" / "kmsg")

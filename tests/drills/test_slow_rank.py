@@ -66,6 +66,7 @@ def test_slowed_proven_and_as_before(node: Node) -> None:
     assert node.asked()[1:] == [f"-i {OTHER} -pl 700"]
 
 
+@pytest.mark.heavy
 def test_undone_from_the_ledger_alone(node: Node) -> None:
     """The limit outlives every process: whoever reads the plan puts it back. One that somebody set since is theirs."""
     plan = FAULT.plan(drill(), RUN)
@@ -82,6 +83,7 @@ def test_undone_from_the_ledger_alone(node: Node) -> None:
         FAULT.left(plan)
 
 
+@pytest.mark.heavy
 def test_what_cannot_be_slowed(node: Node) -> None:
     """One GPU alone, a rank that there is not, a limit that is the least already, one that changed since the plan."""
     wrong: list[tuple[dict[str, Any], str]] = [
@@ -102,6 +104,7 @@ def test_what_cannot_be_slowed(node: Node) -> None:
         FAULT.plan(drill(), RUN)
 
 
+@pytest.mark.heavy
 def test_a_driver_that_refuses(node: Node) -> None:
     """Without root the driver says no, and nothing was touched."""
     plan = FAULT.plan(drill(), RUN)

@@ -19,16 +19,18 @@ REAL = os.environ.get("TOCSIN_TEST_KUBECONFIG", "")  # by name: a person's own K
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
     """An API, a namespace in it that is opted in, and KUBECONFIG for whatever connects to it."""
-    for name in ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"):
-        monkeypatch.delenv(name, raising=False)
     namespace = f"tocsin-test-{uuid.uuid4().hex[:8]}"
     if REAL:
-        monkeypatch.setenv("KUBECONFIG", kubeconfig(tmp_path, namespace, like=Path(REAL)))
-        with Cluster() as cluster:
-            made = Api(cluster, namespace, None)
-            made.make_namespace()
-            yield made
-            made.clear()
+        own = kubeconfig(tmp_path, namespace, like=Path(REAL))
+        monkeypatch.setenv("KUBECONFIG", own)
+        try:
+            with Cluster() as cluster:
+                made = Api(cluster, namespace, None)
+                made.make_namespace()
+                yield made
+                made.clear()
+        finally:
+            Path(own).unlink()
         return
     with StandIn() as stand_in:
         monkeypatch.setenv("KUBECONFIG", kubeconfig(tmp_path, namespace, url=stand_in.url))

@@ -47,10 +47,11 @@ class Api:
     nodes: list[str] = field(default_factory=list)
 
     def make_namespace(self, name: str | None = None, *, opted_in: bool = True) -> str:
-        """A namespace, and the account without which a real server takes no pod into it."""
+        """A namespace, if there is none, and the account without which a real server takes no pod into it."""
         name = name or self.namespace
         labels = {OPT_IN: "true"} if opted_in else {}
-        self.post("", "namespaces", {"metadata": {"name": name, "labels": labels}}, "Namespace", namespace=None)
+        if self.cluster.get(path_of("", "v1", "namespaces", None, name)) is None:
+            self.post("", "namespaces", {"metadata": {"name": name, "labels": labels}}, "Namespace", namespace=None)
         with suppress(ClusterError):  # its controller was faster
             self.post("", "serviceaccounts", {"metadata": {"name": "default"}}, "ServiceAccount", namespace=name)
         return name

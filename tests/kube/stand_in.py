@@ -109,7 +109,9 @@ class StandIn:
         self.faults: list[Callable[[str, str], None]] = []  # (method, path): may raise No, or sleep
         self.stopping = threading.Event()
         self._server: ThreadingHTTPServer | None = None
-        self._seen_evictions = 0
+        with self.changed:
+            for name in ("default", "kube-system"):
+                self.create("", "namespaces", "", {"metadata": {"name": name}})
 
     # --- the server ---------------------------------------------------------------------------------------------------
 

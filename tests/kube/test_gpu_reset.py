@@ -126,6 +126,7 @@ def test_a_failed_reset_uncordons(scene: Scene, status: int, text: str) -> None:
     assert scene.cordoned() == (False, None)
 
 
+@pytest.mark.heavy
 def test_an_eviction_that_a_budget_refuses(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas needed, two there: nothing is killed, and the reason has the budget's name."""
     monkeypatch.setattr(gpu_reset, "EVICTED_WITHIN_S", 1.0)
@@ -147,6 +148,7 @@ def test_a_node_that_somebody_had_cordoned_stays_so(scene: Scene) -> None:
     assert scene.cordoned() == (True, None)
 
 
+@pytest.mark.heavy
 def test_healed_from_the_ledger_alone(scene: Scene) -> None:
     """Everything died after the cordon: the plan names the node, and heal takes off what is ours."""
     plan = FAULT.plan(scene.drill(), RUN)
@@ -159,6 +161,7 @@ def test_healed_from_the_ledger_alone(scene: Scene) -> None:
     assert scene.cordoned() == (False, None)
 
 
+@pytest.mark.heavy
 def test_an_api_that_is_silent_is_not_clean(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can say whether the node is cordoned: that is left, with the command."""
     plan = FAULT.plan(scene.drill(), RUN)
@@ -188,13 +191,14 @@ def test_who_has_not_opted_in(scene: Scene) -> None:
     scene.node.pods_of[scene.engine.pid] = uid_of(scene.pod)
     exporter, _ = scene.node.start(STRANGER)
     scene.node.pods_of[exporter.pid] = uid_of(alone)
-    with pytest.raises(Refused, match="2 pods hold the GPU"):
+    with pytest.raises(Refused, match=rf"2 pods hold the GPU \(.*{scene.api.namespace}/{alone['metadata']['name']}"):
         FAULT.plan(scene.drill(), RUN)
     del scene.node.pods_of[exporter.pid]
     with pytest.raises(Refused, match=f"held by what is not ours: process {exporter.pid} "):
         FAULT.plan(scene.drill(), RUN)
 
 
+@pytest.mark.heavy
 def test_a_cluster_that_does_not_know_the_node(scene: Scene) -> None:
     """A NODE_NAME that was never set."""
     drill = scene.drill()

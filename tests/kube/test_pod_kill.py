@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -206,10 +206,10 @@ def test_what_the_samples_prove(samples: list[Mapping[str, Any]], proven: bool, 
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-def test_the_way_back_of_another_pod(stateful: bool, api: Api) -> None:
+def test_the_way_back_of_another_pod(stateful: bool, api: Api, free_port: Callable[[], int]) -> None:
     """Down, gone, made, scheduled, Ready, and an answer of the new pod itself: each with its time, in this order."""
     node = api.node()
-    with Workload(api, node, ["127.0.1.1", "127.0.1.2", "127.0.1.3"], stateful=stateful, port=18431) as work:
+    with Workload(api, node, ["127.0.1.1", "127.0.1.2", "127.0.1.3"], stateful=stateful, port=free_port()) as work:
         wait_for(lambda: sum(map(pods.is_ready, work.pods())) == 2, 60.0)
         plan = FAULT.plan(drill(api, node=node), RUN)
         back = pod_watch.PodsBack(plan.facts)
