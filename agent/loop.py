@@ -30,7 +30,7 @@ from agent.model import (
     Source,
     Transition,
 )
-from agent.node import Node
+from agent.node import Node, Traffic
 from agent.notifiers import Route, owed_for_incidents, owed_to
 from agent.outbox import ChannelStatus, Outbox
 from agent.signals import Target, router_signals
@@ -452,8 +452,8 @@ class Agent:
         with self._lock:
             self.node.announce(told)
 
-    def traffic(self, since: float) -> dict[str, list[tuple[float, float]]]:
-        """Requests that arrived at each engine since a time: (unix seconds, count so far)."""
+    def traffic(self, since: float) -> Traffic:
+        """Requests at each engine and router since a time: (unix seconds, count so far)."""
         with self._lock:
             return self.node.traffic(since)
 

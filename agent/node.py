@@ -42,6 +42,7 @@ from agent.windows import RAW_KEEP_S, Windows
 SETTLED_S = 600.0  # a GPU's memory 10 m after its engine's start is what the engine is meant to use
 USER_GONE_S = 60.0  # an address of which no prober tells any more
 GONE_S = 600.0  # a GPU that NVML no longer names for so long has ended
+Traffic = dict[str, dict[str, Any]]  # "replicas", "routers"
 OF_OURSELVES = frozenset({"blind", "watcher"})
 ALERT_STATES = {"firing": "BREACH", "pending": "PENDING"}
 
@@ -381,14 +382,31 @@ class Node:
         target = self.scene.target_of(subject)
         return self.setup.severity_of(rule, self.scene.slo_of(subject), "latency" if target is None else target.profile)
 
-    def traffic(self, since: float) -> dict[str, list[tuple[float, float]]]:
-        """Requests that arrived at each engine: (unix seconds, count so far), one row a read since a time.
+    def traffic(self, since: float) -> Traffic:
+        """Requests at each engine and router: (unix seconds, count so far), one row a read since a time.
 
-        As `signals.arrivals`: first tokens + waiting; a restart of the engine does not make the count begin anew.
+        At an engine those that arrived, as `signals.arrivals` has it: first tokens + waiting. At a router its requests,
+        and how often it sent one to a replica where it tells that. A restart makes no count begin anew.
         """
         engines = [engine for target in self.scene.targets.values() for engine in target.engines]
-        return {engine: [(at, count + (self.windows.level(engine, "waiting", at) or 0.0))
-                         for at, count in self.windows.history(engine, "ttft", since, "count")] for engine in engines}
+        replicas = {engine: [(at, count + (self.windows.level(engine, "waiting", at) or 0.0))
+                             for at, count in self.windows.history(engine, "ttft", since, "count")]
+                    for engine in engines}
+        routers = {}
+        for router in self.routers:
+            requests, retries, sent = (self._counted(router, name, since) for name in (
+                "router_requests", "router_retries", "router_worker_requests"))
+            attempts = sent or {at: requests[at] + count for at, count in retries.items() if at in requests}
+            routers[router] = {"requests": list(requests.items()), "attempts": list(attempts.items())}
+        return {"replicas": replicas, "routers": routers}
+
+    def _counted(self, subject: str, name: str, since: float) -> dict[float, float]:
+        """A counter's total over all its keys at each read that told one of them."""
+        found: dict[float, float] = {}
+        for key in self.windows.keys(subject, name):
+            for at, count in self.windows.history(subject, name, since, key):
+                found[at] = found.get(at, 0.0) + count
+        return dict(sorted(found.items()))
 
     def _named(self, alert: Alert) -> Alert:
         rule = self.rules[alert.rule]

@@ -25,7 +25,7 @@ def _is(engine: EngineConfig, target: Mapping[str, Any]) -> bool:
     parts = urlsplit(engine.url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     if target.get("address") is not None and target.get("port") is not None:
-        return target["address"] == parts.hostname and target["port"] == port
+        return (target["address"], target["port"]) == (parts.hostname, port)
     if target.get("pid") is None:
         return False
     pid = int(target["pid"])

@@ -80,6 +80,25 @@ class Counts:
     rows: Sequence[tuple[float, float, float]] = ()
 
 
+Rows = Sequence[tuple[float, float]]  # (unix seconds, count so far)
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """What one router counted. `attempts`: how often it sent a request to a replica; empty where it does not tell."""
+
+    requests: Rows = ()
+    attempts: Rows = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Requests at each replica and each router, as the agent counted them."""
+
+    replicas: Mapping[str, Rows] = field(default_factory=dict)
+    routers: Mapping[str, Routed] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """All that a run brought. Phases are [from, to] in unix seconds."""
@@ -99,7 +118,7 @@ class Evidence:
     delivery: Delivery = field(default_factory=Delivery)
     restart: Restart | None = None
     counts: Counts = field(default_factory=Counts)
-    arrivals: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)  # replica -> (at, count so far)
+    arrivals: Mapping[str, Rows] = field(default_factory=dict)  # by replica
     unexpected: Sequence[str] = ()  # pages that nothing announced
     ended_early: str | None = None  # a must-hold's own page ended it: FAIL
     aborted: str | None = None  # a guard, a person or a crash ended it
@@ -464,6 +483,35 @@ def storm_row(evidence: Evidence) -> Row:
                f"{max(late):.2f}" if late else "unknown")
 
 
+def counts_of(traffic: Traffic) -> Counts:
+    """Requests and attempts of the router through which most requests come; nothing where there is no router.
+
+    Where it does not tell its attempts, they are what arrived at the engines.
+    """
+    routed = max(traffic.routers.values(), key=lambda one: rise_of(one.requests), default=None)
+    if routed is None:
+        return Counts()
+    if routed.attempts:
+        sent = dict(routed.attempts)
+        return Counts([(at, count, sent[at]) for at, count in routed.requests if at in sent])
+    engines = [moved(rows) for rows in traffic.replicas.values()]
+    return Counts([(at, count, sum(count_at(rows, at) for rows in engines)) for at, count in routed.requests] if engines
+                  else ())
+
+
+def rise_of(rows: Rows) -> float:
+    """What a count rose by from its first read to its last."""
+    return rows[-1][1] - rows[0][1] if rows else 0.0
+
+
+def moved(rows: Rows) -> Rows:
+    """The reads at which a count had moved, and the first: of an engine that hung nobody knows when it was asked.
+
+    What it counts at once when it goes on is spread over the time in which it did not.
+    """
+    return [row for i, row in enumerate(rows) if i == 0 or row[1] != rows[i - 1][1]]
+
+
 def amplification(counts: Counts, span: tuple[float, float]) -> list[float]:
     """Attempts ÷ requests of each 5 s step of a span in which there were requests."""
     rows = [row for row in counts.rows if span[0] <= row[0] <= span[1]]
@@ -518,12 +566,12 @@ def replicas_of(evidence: Evidence) -> list[Replica]:
     return found
 
 
-def arrived(rows: Sequence[tuple[float, float]], start: float, end: float) -> float:
+def arrived(rows: Rows, start: float, end: float) -> float:
     """How many arrived in a span, of a count that was read now and then: between two reads it is spread evenly."""
     return max(0.0, count_at(rows, end) - count_at(rows, start))
 
 
-def count_at(rows: Sequence[tuple[float, float]], at: float) -> float:
+def count_at(rows: Rows, at: float) -> float:
     """The count at a time; before the first read what that one told, after the last likewise."""
     i = bisect_left(rows, at, key=lambda row: row[0])
     if i == 0 or i == len(rows):
@@ -532,7 +580,7 @@ def count_at(rows: Sequence[tuple[float, float]], at: float) -> float:
     return before + (after - before) * (at - before_at) / (after_at - before_at)
 
 
-def rates_of(rows: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def rates_of(rows: Rows) -> list[tuple[float, float]]:
     """Requests/s in steps of 5 s between the first and the last read."""
     if len(rows) < 2:
         return []

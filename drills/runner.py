@@ -31,7 +31,17 @@ from drills import guards, hit, holder, in_pod, lease, ledger, lock, pod_watch, 
 from drills.cluster import Cluster, ClusterError, configured
 from drills.config import FEWEST_REQUESTS, drills_of, own_time_s
 from drills.faults.table import FAULTS
-from drills.judge import BACK_WITHIN_S, SLOW_FAULTS, Alarm, Delivery, Evidence, Restart, judge
+from drills.judge import (
+    BACK_WITHIN_S,
+    SLOW_FAULTS,
+    Alarm,
+    Delivery,
+    Evidence,
+    Restart,
+    Traffic,
+    counts_of,
+    judge,
+)
 from drills.model import Drill, Fault, Left, Plan, Refused, State, Verdict
 from drills.record import Record
 from drills.targets import reserved_ports
@@ -495,6 +505,7 @@ class Run:
         ended = self.ended
         stalest_s, limit_s = max(self.stalest_s, self.agent.stale_s), max(STALE_S, guards.stale_limit_s(self.config))
         silent = [f"what the agent told was {stalest_s:.0f} s old"] if stalest_s > limit_s else []
+        traffic = self.traffic()
         slo = slo_for(self.config, self.drill.target.get("engine"))
         return Evidence(
             drill=self.drill, baseline=self.span("baseline"), fault=self.span("fault"),
@@ -505,18 +516,18 @@ class Run:
             ended_early=str(ended) if ended is not None and ended.early else None,
             aborted=str(ended) if ended is not None and not ended.early else None,
             left=[one.what for one in self.left], stale=silent, unexpected=self.unexpected,
-            arrivals=self.arrivals(),
+            arrivals=traffic.replicas, counts=counts_of(traffic),
             unwatched_restart=self.plan is not None and self.plan.restarts and not self.drill.target.get("url"),
             not_as_before=self.samples[-1].get("not_as_before") if self.samples else None,
             slo_availability=slo.availability, slo_window_s=slo.window)
 
-    def arrivals(self) -> Mapping[str, Sequence[tuple[float, float]]]:
-        """What arrived at each replica since the baseline, as the agent counts it; nothing where it is silent."""
+    def traffic(self) -> Traffic:
+        """What arrived at each replica and router since the baseline, as the agent counts it; {} where it is silent."""
         try:
             told = client.ask(self.config.socket, f"/traffic?since={self.span('baseline')[0]}")
-            return {str(name): [(float(at), float(count)) for at, count in rows] for name, rows in told.items()}
-        except (client.NotRunning, client.AgentError, TypeError, ValueError, AttributeError):
-            return {}
+            return msgspec.convert(told, Traffic)
+        except (client.NotRunning, client.AgentError, msgspec.ValidationError):
+            return Traffic()
 
     def span(self, phase: str) -> tuple[float, float]:
         """From when to when a phase lasted; an empty one where it was not reached."""

@@ -733,9 +733,27 @@ def test_arrivals_of_an_engine_are_its_first_tokens_and_what_waits() -> None:
                                                   Sample("waiting", "llama", waiting, at))))
     here.step(111.0, 5.0)
 
-    rows = here.traffic(0.0)["llama"]
+    rows = here.traffic(0.0)["replicas"]["llama"]
     assert [(at, count - rows[0][1]) for at, count in rows] == [(100.0, 0.0), (105.0, 6.0), (110.0, 7.0)]
-    assert [at for at, _ in here.traffic(105.0)["llama"]] == [105.0, 110.0]
+    assert [at for at, _ in here.traffic(105.0)["replicas"]["llama"]] == [105.0, 110.0]
+
+
+def test_attempts_of_a_router_are_what_it_sent_else_requests_and_retries() -> None:
+    """10 requests, 3 retries: 13 attempts; one that counts what each replica got says so itself."""
+    here = node()
+    for router, told in (("retries", (("router_retries", "", 3.0),)),
+                         ("shares", (("router_worker_requests", "a", 6.0), ("router_worker_requests", "b", 8.0))),
+                         ("neither", ())):
+        for at, share in ((100.0, 0.0), (105.0, 1.0)):
+            readings = [Sample("router_requests", router, 10.0 * share, at, "")]
+            readings += [Sample(name, router, count * share, at, key) for name, key, count in told]
+            here.take(Batch(f"router:{router}", at, 0.0, tuple(readings), router=EngineFacts(router, ())))
+
+    found = here.traffic(0.0)["routers"]
+
+    assert {name: rows["requests"][-1] for name, rows in found.items()} == dict.fromkeys(found, (105.0, 10.0))
+    assert {name: rows["attempts"][-1:] for name, rows in found.items()} == {
+        "retries": [(105.0, 13.0)], "shares": [(105.0, 14.0)], "neither": []}
 
 
 def test_what_a_prober_counts_at_the_users_address_is_judged_while_it_tells() -> None:

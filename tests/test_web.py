@@ -112,8 +112,9 @@ class FakeView:
             raise LookupError("there is no channel 'nobody' to route to")
         self.told.append(("announce", told))
 
-    def traffic(self, since: float) -> dict[str, list[tuple[float, float]]]:
-        return {"llama": [(at, count) for at, count in ((NOW - 10, 3.0), (NOW - 5, 8.0)) if at >= since]}
+    def traffic(self, since: float) -> dict[str, dict[str, Any]]:
+        rows = [(at, count) for at, count in ((NOW - 10, 3.0), (NOW - 5, 8.0)) if at >= since]
+        return {"replicas": {"llama": rows}, "routers": {}}
 
     def end_announcement(self, run: str) -> None:
         self.told.append(("end", run))
@@ -249,7 +250,8 @@ def test_drilld_and_its_prober_are_heard_on_the_socket_alone(view: FakeView, uni
 
 def test_drilld_asks_where_the_traffic_went(unix: Server) -> None:
     """Arrivals of each engine, as its page counted them, from a time on."""
-    assert client.ask(Path(unix.address), f"/traffic?since={NOW - 7}") == {"llama": [[NOW - 5, 8.0]]}
+    assert client.ask(Path(unix.address), f"/traffic?since={NOW - 7}") == {
+        "replicas": {"llama": [[NOW - 5, 8.0]]}, "routers": {}}
     assert client.ask(Path(unix.address), "/nvml/processes") == {"processes": {"41": 1024}}
     with pytest.raises(client.AgentError, match="unix seconds"):
         client.ask(Path(unix.address), "/traffic?since=noon")

@@ -80,8 +80,10 @@ class View(Protocol):
     def announce(self, told: Announcement) -> None:
         """A drill says which alerts it will cause, and on what. Raises LookupError: no channel of that name."""
 
-    def traffic(self, since: float) -> dict[str, list[tuple[float, float]]]:
-        """Requests that arrived at each engine since a time: (unix seconds, count so far)."""
+    def traffic(self, since: float) -> dict[str, dict[str, Any]]:
+        """Requests since a time, (unix seconds, count so far): {"replicas": {engine: rows}, "routers": {router:
+        {"requests": rows, "attempts": rows or []}}}.
+        """
 
     def end_announcement(self, run: str) -> None:
         """The drill is over."""

@@ -8,7 +8,21 @@ from typing import Any
 
 import pytest
 
-from drills.judge import Alarm, Counts, Delivery, Evidence, Restart, arrived, binomial_tail, judge, k_of_n
+from drills.judge import (
+    Alarm,
+    Counts,
+    Delivery,
+    Evidence,
+    Restart,
+    Routed,
+    Traffic,
+    amplification,
+    arrived,
+    binomial_tail,
+    counts_of,
+    judge,
+    k_of_n,
+)
 from drills.model import Drill, Holds, Load, Outcome, Request, Row, Verdict
 
 PASS, FAIL, UNSURE, UNKNOWN = Verdict.PASS, Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.SKIPPED
@@ -335,6 +349,26 @@ def test_arrivals_between_two_reads_are_spread() -> None:
     rows = [(0.0, 10.0), (5.0, 20.0), (15.0, 20.0)]
     assert [arrived(rows, *span) for span in ((1.0, 3.0), (5.0, 15.0), (-50.0, 99.0), (20.0, 30.0))] == [4, 0, 10, 0]
     assert [arrived([], 0.0, 9.0), arrived([(3.0, 7.0)], 0.0, 9.0)] == [0, 0]
+
+
+def test_attempts_are_the_routers_else_the_engines() -> None:
+    """Two routers: the busier one counts. It tells its attempts, or what arrived at the engines is told instead."""
+    steps = [5.0 * i for i in range(13)]
+    busy, idle = [(at, 5.0 * at) for at in steps], [(at, 0.0) for at in steps]
+    tells = Traffic({}, {"idle": Routed(idle, idle), "busy": Routed(busy, [(at, 8.0 * at) for at in steps])})
+    assert counts_of(tells).rows[-1] == (60.0, 300.0, 480.0)
+    engines = {name: [(at + 2.0, 100.0 + 2.5 * (at + 2.0)) for at in steps] for name in ("a", "b")}
+    ratios = amplification(counts_of(Traffic(engines, {"busy": Routed(busy)})), (5.0, 60.0))
+    assert [round(ratio, 6) for ratio in ratios] == [1.0] * 11
+    assert counts_of(Traffic(engines, {})) == Counts()
+
+
+def test_an_engine_that_hung_and_goes_on_is_no_storm() -> None:
+    """It hung for 30 s, then counted 150 first tokens in one read: that many a second nobody had asked for."""
+    steps = [5.0 * i for i in range(13)]
+    hung = [(at, 5.0 * at if at <= 15 else 75.0 if at < 45 else 5.0 * at) for at in steps]
+    found = counts_of(Traffic({"a": hung}, {"edge": Routed([(at, 5.0 * at) for at in steps])}))
+    assert [round(ratio, 6) for ratio in amplification(found, (0.0, 60.0))] == [1.0] * 12
 
 
 def test_a_router_that_restarts_is_no_storm() -> None:
