@@ -417,7 +417,8 @@ class Node:
         """What may change while an alert fires: its texts and numbers."""
         signal = self.signals.get((alert.rule, alert.subject))
         if alert.rule not in self.rules or (signal is None and alert.annotations):
-            return dict(alert.annotations)  # from before a restart: nothing newer is known yet
+            # From before a restart: nothing newer is known yet.
+            return dict(alert.annotations) | self._role_of((alert.rule, alert.subject))
         return self._texts(alert, signal, words.span(round(max(0.0, self.scene.now - alert.since))))
 
     def _texts(self, alert: Alert, signal: Signal | None, when: str) -> dict[str, str]:
@@ -441,14 +442,11 @@ class Node:
             texts[ROUTE] = drill.get("route_to") or ""
         elif rule.signal == "qps_change" and (loads := self._drills_that_load()):
             texts["summary"] += f" (drill load of {', '.join(loads)})"
-        incident = self.incident_of((alert.rule, alert.subject))
-        if incident is not None:
-            texts |= {"incident": incident.id, "role": incident.role((alert.rule, alert.subject))}
         if self.setup.external_url:
             texts["runbook_url"] = f"{self.setup.external_url}/runbooks/{rule.id}"
         else:  # no link that a phone could open: then what to type
             texts["description"] += f"\nOn {self.setup.node}: tocsin check"
-        return {k: v for k, v in texts.items() if v}
+        return {k: v for k, v in texts.items() if v} | self._role_of((alert.rule, alert.subject))
 
     def _announced_by(self, alert: Alert) -> dict[str, Any] | None:
         """The drill that announced an alert, while its announcement holds."""
@@ -488,6 +486,11 @@ class Node:
         return AlertMessage(f"{self.setup.node}/{alert.rule}/{alert.subject}",
                             "firing" if ended_at is None else "resolved", alert.severity, alert.labels, annotations,
                             starts_at, ended_at, url)
+
+    def _role_of(self, key: AlertKey) -> dict[str, str]:
+        """Of which incident an alert is, and as what."""
+        incident = self.incident_of(key)
+        return {} if incident is None else {"incident": incident.id, "role": incident.role(key)}
 
     def _at_end(self, alert: Alert, open_s: float, why: str) -> dict[str, str]:
         """The texts of an alert that has ended: with its last number, and why it ended."""

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+import msgspec
 import pytest
 
+from agent import words
 from agent.model import (
     Alert,
     AlertMessage,
@@ -795,3 +797,64 @@ def test_what_drilld_says_stands_until_it_says_otherwise() -> None:
     again.tell("drill_orphaned", "run-1", None)
 
     assert [t.kind for t in again.step(110.0, 5.0)] == ["resolved"]
+
+
+# --- incidents --------------------------------------------------------------------------------------------------------
+
+
+def paged(rule: str, subject: str, at: float) -> Alert:
+    """An alert that pages."""
+    labels = {"alertname": alert_name(rule), "rule": rule, "node": "gpu-17", "subject": subject, "severity": "page"}
+    return Alert(rule, subject, "firing", "page", at, at, labels=labels,
+                 annotations={"summary": f"{rule} of {subject} as it was", "action": f"Mend {rule}."})
+
+
+def test_one_page_names_the_cause_its_effects_and_what_to_do() -> None:
+    """engine-down, then ttft-p99 on the same engine: updated, not a second page; ended with the last of them."""
+    here = node()
+    down, slow = ("engine-down", "llama"), ("ttft-p99", "llama")
+    told = []
+    for at, alerts in ((100.0, [paged(*slow, 100.0)]), (130.0, [paged(*slow, 100.0), paged(*down, 130.0)]),
+                       (400.0, [paged(*slow, 100.0)]), (500.0, [])):
+        here.book = Book({(alert.rule, alert.subject): alert for alert in alerts})
+        here._group(at)
+        told += here.incidents_told([], [])
+
+    assert [(one.change, one.message.key, one.message.status) for one in told] == [
+        ("opened", "gpu-17/ttft-p99/100", "firing"), ("updated", "gpu-17/ttft-p99/100", "firing"),
+        ("resolved", "gpu-17/ttft-p99/100", "resolved")]
+    update = told[1].message
+    assert update.labels["rule"] == "engine-down"
+    body = update.annotations["description"].splitlines()
+    assert body[0].startswith("Cause: engine-down of llama")
+    assert body[body.index("Effect:") + 1].startswith("- ttft-p99")
+    assert body[body.index("Do now:") + 1:-1] == ["1. Mend engine-down.", "2. Mend ttft-p99."]
+    assert body[-1].startswith("The ten:")
+    assert (told[2].message.ends_at, told[2].message.starts_at) == (500.0, 100.0)
+    assert "engine-down of llama as it was" in told[2].message.annotations["description"]
+
+
+def test_each_alert_says_of_which_incident_it_is_and_as_what() -> None:
+    """Alertmanager gets every alert: what belongs together must be told by annotations, labels never change."""
+    here = node()
+    alerts = [paged("engine-down", "llama", 100.0), paged("ttft-p99", "llama", 100.0)]
+    here.book = Book({(alert.rule, alert.subject): alert for alert in alerts})
+    here._group(100.0)
+
+    messages = {m.labels["rule"]: m.annotations for m in here.firing()}
+    assert {rule: (texts["incident"], texts["role"]) for rule, texts in messages.items()} == {
+        "engine-down": ("gpu-17/engine-down/100", "cause"), "ttft-p99": ("gpu-17/engine-down/100", "symptom")}
+    assert {row["incident"] for row in here.alerts()} == {"gpu-17/engine-down/100"}
+
+    again = node()
+    again.restore(here.book, msgspec.json.decode(msgspec.json.encode(asdict(here.learned))))
+    again._group(105.0)
+    assert (list(again.incidents), again.incident_changes) == (["gpu-17/engine-down/100"], [])
+
+
+def test_the_ten_in_one_line() -> None:
+    """The worst of each number, breaches marked, what is not known as such."""
+    rows = [{"number": number, "state": state, "value": value, "unit": unit} for number, state, value, unit in (
+        ("H1", "OK", 0.1, "s"), ("H2", "OK", 0.4, "ratio"), ("H2", "BREACH", 0.93, "ratio"),
+        ("H4", "N/A", None, "ratio"), ("H5", "UNKNOWN", None, "ratio"), ("H9", "PENDING", 86.0, "celsius"), (None, "BREACH", 1.0, "count"))]
+    assert words.the_ten(rows) == "The ten: queue 100 ms · KV 93 %! · graph n/a · TTFT ? · GPU 86 °C"
