@@ -856,5 +856,6 @@ def test_the_ten_in_one_line() -> None:
     """The worst of each number, breaches marked, what is not known as such."""
     rows = [{"number": number, "state": state, "value": value, "unit": unit} for number, state, value, unit in (
         ("H1", "OK", 0.1, "s"), ("H2", "OK", 0.4, "ratio"), ("H2", "BREACH", 0.93, "ratio"),
-        ("H4", "N/A", None, "ratio"), ("H5", "UNKNOWN", None, "ratio"), ("H9", "PENDING", 86.0, "celsius"), (None, "BREACH", 1.0, "count"))]
+        ("H4", "N/A", None, "ratio"), ("H5", "UNKNOWN", None, "ratio"),
+        ("H9", "PENDING", 86.0, "celsius"), (None, "BREACH", 1.0, "count"))]
     assert words.the_ten(rows) == "The ten: queue 100 ms · KV 93 %! · graph n/a · TTFT ? · GPU 86 °C"
