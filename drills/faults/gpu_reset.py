@@ -434,15 +434,20 @@ class Resetting:
     def _back(self) -> None:
         within_s, why = float(self._plan.facts["back_within_s"]), ""
         before, until = Gpu(**self._plan.facts["before"]), time.monotonic() + within_s
+        after: Gpu | None = None
         while time.monotonic() < until:
             try:
                 after = gpu.find(before.uuid, gpu.look(max(1.0, until - time.monotonic())))
             except Refused as no:
                 after, why = None, str(no)
             if after is not None:
-                self._tell(back={"index": after.index, "was": before.index}, not_as_before=gpu.worse(before, after))
-                return
+                worse = gpu.worse(before, after)
+                self._tell(back={"index": after.index, "was": before.index}, not_as_before=worse)
+                if not worse:
+                    return
             time.sleep(0.5)
+        if after is not None:  # back, and not as it was: what trains its links or joins a fabric had its time
+            return
         told = f"NVML does not list {before.uuid} within {within_s:g} s after the reset"
         raise Refused(f"{told}: {why}" if why else told)
 
