@@ -294,8 +294,9 @@ def test_a_reset_in_state_d_is_left(node: Node) -> None:
 
 
 @pytest.mark.heavy
-def test_who_comes_between_plan_and_reset(node: Node) -> None:
+def test_who_comes_between_plan_and_reset(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """A debugger opened the GPU after the plan: the engine is not killed for nothing."""
+    monkeypatch.setattr(gpu_reset, "RELEASED_WITHIN_S", 0.3)
     engine, drill = node.engine()
     plan = FAULT.plan(drill, RUN)
     stranger, _ = node.start(STRANGER)
