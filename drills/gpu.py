@@ -7,6 +7,7 @@ hangs in the driver must hang alone.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -47,6 +48,8 @@ class Gpu:
     mig: bool | None = None
     ecc: bool | None = None
     remap_pending: bool | None = None
+    mig_devices: int | None = None
+    fabric: bool | None = None  # whether it has joined the NVLink fabric
     nvlinks: int | None = None  # active ones
     capability: int | None = None  # major compute capability
     power_limit_w: float | None = None
@@ -257,6 +260,10 @@ def worse(before: Gpu, after: Gpu) -> list[str]:
     for name, a, b in (("ECC", before.ecc, after.ecc), ("MIG mode", before.mig, after.mig)):
         if a is not None and b is not None and a != b:
             found.append(f"{name} was {'on' if a else 'off'} and is {'on' if b else 'off'}")
+    if before.mig_devices is not None and after.mig_devices is not None and after.mig_devices != before.mig_devices:
+        found.append(f"it has {after.mig_devices} MIG devices, and had {before.mig_devices}")
+    if before.fabric and after.fabric is False:
+        found.append("it has not joined the NVLink fabric again")
     if before.nvlinks is not None and after.nvlinks is not None and after.nvlinks < before.nvlinks:
         found.append(f"{after.nvlinks} of {before.nvlinks} NVLinks are active")
     return found
@@ -350,6 +357,8 @@ def _tell(nvml: Any, handle: Any, index: int) -> Gpu:
         persistence=None if persistence is None else bool(persistence),
         recovery=recovery_of(_field(nvml, handle, _RECOVERY_ACTION)),
         mig=None if mig is None else bool(mig[0]),
+        mig_devices=None if mig is None else _mig_devices(nvml, handle),
+        fabric=_fabric(nvml, handle),
         ecc=None if ecc is None else bool(ecc[0]),
         remap_pending=None if rows is None else bool(rows[2]),
         nvlinks=None if all(link is None for link in links) else sum(bool(link) for link in links),
@@ -368,6 +377,29 @@ def _field(nvml: Any, handle: Any, number: int) -> int | None:
     except (nvml.NVMLError, AttributeError, ValueError):
         return None
     return None if told.nvmlReturn != 0 else int(told.value.uiVal)
+
+
+def _mig_devices(nvml: Any, handle: Any) -> int | None:
+    found = 0
+    try:
+        for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            with contextlib.suppress(nvml.NVMLError_NotFound):
+                nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+                found += 1
+    except nvml.NVMLError:
+        return None
+    return found
+
+
+def _fabric(nvml: Any, handle: Any) -> bool | None:
+    info = nvml.c_nvmlGpuFabricInfo_t()
+    try:
+        nvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
+    except nvml.NVMLError:
+        return None
+    if info.state == nvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED:
+        return None
+    return bool(info.state == nvml.NVML_GPU_FABRIC_STATE_COMPLETED and info.status == nvml.NVML_SUCCESS)
 
 
 def _each(nvml: Any) -> Iterator[Gpu]:

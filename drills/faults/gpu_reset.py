@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 OPT_IN = Path("/etc/tocsin/GPU-RESET-ALLOWED")  # systemd: a file of root's
 OPT_IN_LABEL = "tocsin.dev/gpu-reset"  # Kubernetes: "allowed" on the node
 RELEASED_WITHIN_S = 5.0
+SET_WITHIN_S = 10.0
 FREE_WITHIN_S = 10.0  # a killed process gives its memory back
 EVICTED_WITHIN_S = 120.0
 RESET_WITHIN_S = 60.0
@@ -409,7 +410,7 @@ class Resetting:
             time.sleep(0.2)
 
     def _persistence_off(self) -> None:
-        status, said = gpu.smi(["-i", str(self._plan.facts["uuid"]), "-pm", "0"], RELEASED_WITHIN_S * 2, self._fds)
+        status, said = gpu.smi(["-i", str(self._plan.facts["uuid"]), "-pm", "0"], SET_WITHIN_S, self._fds)
         if status != 0:
             raise Refused(f"nvidia-smi -pm 0: {' '.join(said.split())} (exit {status})")
 
@@ -434,15 +435,20 @@ class Resetting:
     def _back(self) -> None:
         within_s, why = float(self._plan.facts["back_within_s"]), ""
         before, until = Gpu(**self._plan.facts["before"]), time.monotonic() + within_s
-        while time.monotonic() < until:
+        after: Gpu | None = None
+        while time.monotonic() < until and not self._cancelled.is_set():
             try:
-                after = gpu.find(before.uuid, gpu.look(max(1.0, until - time.monotonic())))
+                after = gpu.find(before.uuid, gpu.look())
             except Refused as no:
                 after, why = None, str(no)
             if after is not None:
-                self._tell(back={"index": after.index, "was": before.index}, not_as_before=gpu.worse(before, after))
-                return
+                worse = gpu.worse(before, after)
+                self._tell(back={"index": after.index, "was": before.index}, not_as_before=worse)
+                if not worse:
+                    return
             time.sleep(0.5)
+        if after is not None:  # back, and not as it was: what trains its links or joins a fabric had its time
+            return
         told = f"NVML does not list {before.uuid} within {within_s:g} s after the reset"
         raise Refused(f"{told}: {why}" if why else told)
 
@@ -495,7 +501,7 @@ def _persistence(plan: Plan, on: int) -> Command:
 
 def _restore_persistence(plan: Plan) -> None:
     if _persistence_lost(plan):
-        status, said = gpu.smi(_persistence(plan, 1).text.split()[1:], RELEASED_WITHIN_S * 2)
+        status, said = gpu.smi(_persistence(plan, 1).text.split()[1:], SET_WITHIN_S)
         if status != 0:
             raise Refused(f"persistence mode: {' '.join(said.split())}")
 

@@ -96,8 +96,6 @@ class Node:
         monkeypatch.setattr(gpu, "DEV", self.dev)
         monkeypatch.setattr(gate, "RUNTIME", self.units)
         monkeypatch.setattr(gpu_reset, "OPT_IN", self.opt_in)
-        monkeypatch.setattr(gpu_reset, "RELEASED_WITHIN_S", 0.3)
-        monkeypatch.setattr(gpu_reset, "FREE_WITHIN_S", 0.3)
         monkeypatch.setattr(xid_line, "KMSG", self.kmsg)
         monkeypatch.setattr(gpu, "cgroups_of", self._cgroups_of)
 

@@ -179,6 +179,26 @@ def test_what_may_not_be_reset(node: Node) -> None:
     assert gpu.peers_of(replace(volta[0], capability=9), volta) == []
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, []),
+        ({"index": 3, "power_limit_w": 600.0}, []),
+        ({"recovery": "Drain and Reset"}, ["the driver asks for: Drain and Reset"]),
+        ({"remap_pending": True}, ["a row remapping is pending"]),
+        ({"ecc": False, "mig": True}, ["ECC was on and is off", "MIG mode was off and is on"]),
+        ({"nvlinks": 17}, ["17 of 18 NVLinks are active"]),
+        ({"mig_devices": 0}, ["it has 0 MIG devices, and had 2"]),
+        ({"fabric": False}, ["it has not joined the NVLink fabric again"]),
+        ({"ecc": None, "nvlinks": None, "fabric": None, "mig_devices": None}, []),  # not told any more is not worse
+    ],
+)
+def test_what_is_not_as_before(change: dict[str, Any], said: list[str]) -> None:
+    """The engine answered again, with one link of eighteen down."""
+    before = gpu.Gpu(UUID, 0, ecc=True, mig=False, remap_pending=False, nvlinks=18, mig_devices=2, fabric=True)
+    assert gpu.worse(before, replace(before, **change)) == said
+
+
 def test_units_and_pods_by_cgroup() -> None:
     """Two hierarchies, three runtimes, and what they call a pod."""
     pod = "1b2c3d4e-0000-4000-8000-00000000abcd"
@@ -208,8 +228,9 @@ def test_reset_proven_and_left_alone(node: Node) -> None:
 
 
 @pytest.mark.heavy
-def test_back_under_another_index_and_not_as_before(node: Node) -> None:
+def test_back_under_another_index_and_not_as_before(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the reset the bus was enumerated anew: the UUID is the GPU, and its ECC errors ask for a reboot now."""
+    monkeypatch.setattr(gpu_reset, "BACK_WITHIN_S", 1.5)
     _, drill = node.engine()
     broken = {**NODE["gpus"][0], "fields": {"230": {"value": 2, "type": "uint"}}}
     node.answers(0, DONE, after={**NODE, "gpus": [NODE["gpus"][1], broken]})
@@ -273,8 +294,9 @@ def test_a_reset_in_state_d_is_left(node: Node) -> None:
 
 
 @pytest.mark.heavy
-def test_who_comes_between_plan_and_reset(node: Node) -> None:
+def test_who_comes_between_plan_and_reset(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """A debugger opened the GPU after the plan: the engine is not killed for nothing."""
+    monkeypatch.setattr(gpu_reset, "RELEASED_WITHIN_S", 0.3)
     engine, drill = node.engine()
     plan = FAULT.plan(drill, RUN)
     stranger, _ = node.start(STRANGER)

@@ -352,6 +352,14 @@ def test_a_drill_that_was_due_and_did_not_run(
     assert overdue(replace(drill, enabled=False), past, at(now), at("2020-01-01T00:00Z")) is None
 
 
+def test_a_drill_that_another_node_has_held() -> None:
+    """Each of 49 nodes opened a ticket that the monthly drill had not run: the fiftieth had held it."""
+    drill, now = daily("0 10 * * TUE#1"), at("2027-01-28T00:00Z")
+    known = at("2026-12-02T00:00Z")
+    assert overdue(drill, [], now, known) is not None
+    assert overdue(drill, [], now, known, at("2027-01-06T10:00Z")) is None
+
+
 # ---- properties ----
 
 
