@@ -137,7 +137,7 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.proc": Row("drills.model", WORLD),
     "drills.ledger": Row("drills.model drills.proc", WORLD),
     "drills.owner": Row("", "os pathlib stat"),
-    "drills.targets": Row("agent.config drills.model drills.proc drills", "os pathlib"),
+    "drills.targets": Row("agent.config drills.model drills.proc drills", "os pathlib socket"),
     "drills.heal": Row("drills drills.ledger drills.model drills.owner drills.proc drills.strays drills.undo", WORLD),
     "drills.strays": Row("drills drills.model drills.nft drills.proc", WORLD),
     "drills.undo": Row("drills.faults.table drills.ledger drills.model", WORLD),
