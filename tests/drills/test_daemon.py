@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -218,6 +218,27 @@ def test_heal_is_asked_of_drilld_and_lets_its_run_end(drilld: daemon.Daemon, fol
         assert process.wait(30) == 5
         assert last_state(read(drilld.root / "runs" / RUN)) == State.REPORTED
         assert ledger.aborted_by(drilld.root / "runs" / RUN) == "root (uid 0), by heal"
+
+
+def test_root_heals_what_drilld_s_own_user_may_not(drilld: daemon.Daemon, folder: Path) -> None:
+    """`sudo tocsin drill heal`, said drilld of a run of root's; and to root, who did, it said the same again."""
+    for run in (RUN, f"{RUN[:-1]}3"):
+        drilld._create(drilld.drills[0], run, started_by="root, by hand", due_at=None)
+    for one in (drilld.root, drilld.root / "runs", *(drilld.root / "runs" / f"{RUN[:-1]}3").rglob("*"),
+                drilld.root / "runs" / f"{RUN[:-1]}3"):  # fmt: skip
+        os.chown(one, NOBODY, NOBODY)
+    with ExitStack() as stack:
+        with as_nobody():  # its threads inherit that
+            server = daemon._Server(str(folder / "drills" / "drilld.sock"), daemon._Handler)
+            server.daemon = drilld
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.server_close)
+            stack.callback(server.shutdown)
+        (folder / "drilld.sock").symlink_to(folder / "drills" / "drilld.sock")
+        told = client.ask(folder / "drilld.sock", "/heal", "POST", {}, 60.0)
+        assert [one["command"] for one in told["left"]] == ["sudo tocsin drill heal"]
+        assert tocsin(folder, "drill", "heal")[:2] == (0, "Clean: nothing of a drill is left.\n")
+        assert client.ask(folder / "drilld.sock", "/heal", "POST", {}, 60.0)["left"] == []
 
 
 def test_heal_without_drilld(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
