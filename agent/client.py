@@ -32,29 +32,29 @@ class NotPermitted(AgentError):  # noqa: N818
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, answer_s: float | None = None) -> None:
         super().__init__("localhost")
-        self._path = path
+        self._path, self.answer_s = path, ANSWER_S if answer_s is None else answer_s
 
     def connect(self) -> None:
         """Connect to the socket's path instead of a host and port."""
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(CONNECT_S)
         self.sock.connect(str(self._path))
-        self.sock.settimeout(ANSWER_S)
+        self.sock.settimeout(self.answer_s)
 
 
-def ask(path: Path, url: str, method: str = "GET", body: Any = None) -> Any:
+def ask(path: Path, url: str, method: str = "GET", body: Any = None, answer_s: float | None = None) -> Any:
     """The decoded JSON that the agent on the socket `path` answers to `url` ("/check", "/transitions?after=7").
 
-    `body` is sent as JSON.
+    `body` is sent as JSON. `answer_s`: how long may pass without a byte of the answer; None: ANSWER_S.
 
     Raises:
         NotRunning: no agent is there.
         NotPermitted: this user may not talk to it.
         AgentError: it does not answer in time, or answers with an error.
     """
-    connection = _UnixConnection(path)
+    connection = _UnixConnection(path, answer_s)
     try:
         connection.request(method, url, None if body is None else json.dumps(body))
         reply = connection.getresponse()
@@ -70,7 +70,7 @@ def ask(path: Path, url: str, method: str = "GET", body: Any = None) -> Any:
         ) from fault
     except TimeoutError as fault:
         raise AgentError(
-            f"the agent on {path} did not answer within {ANSWER_S:g} s; look at `journalctl -u tocsin`"
+            f"the agent on {path} did not answer within {connection.answer_s:g} s; look at `journalctl -u tocsin`"
         ) from fault
     except (OSError, http.client.HTTPException) as fault:
         raise AgentError(f"the agent on {path} broke off: {fault!r}; look at `journalctl -u tocsin`") from fault

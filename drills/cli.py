@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 if TYPE_CHECKING:
+    from agent.client import AgentError
     from agent.config import Config
     from drills.model import Drill, Left, Plan
 
 ORPHANED, REFUSED = 7, 6
+CONFLICT = 409  # drilld's no
+HEALED_WITHIN_S = 300.0  # it ends a run in good order before
+DRILLD_BACK_WITHIN_S = 60.0
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Configuration.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 app = typer.Typer(help="Failure drills: plan, run, abort, heal.", no_args_is_help=True, rich_markup_mode=None)
@@ -57,6 +61,13 @@ def write(text: str) -> None:
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 
+def log_to_stderr() -> None:
+    """What is done here is logged beside the answer, which may be JSON."""
+    import structlog
+
+    structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
+
+
 def show_json(told: object) -> None:
     """JSON to stdout."""
     import msgspec
@@ -67,10 +78,8 @@ def show_json(told: object) -> None:
 @app.command("list")
 def list_(context: typer.Context, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """List the drills: fault, target, schedule, when last and how."""
-    from drills import daemon, history
-
     _, settings_, drills = settings(context, config)
-    last = {row["drill"]: row for row in history.runs(daemon.root_of(settings_))}
+    last = {row["drill"]: row for row in past_runs(settings_)}
     rows = [{"drill": d.name, "fault": d.fault, "target": {k: v for k, v in d.target.items() if k != "reserved"},
              "cron": d.schedule.cron if d.schedule else None, "zone": d.schedule.zone if d.schedule else None,
              "enabled": d.enabled, "last": last.get(d.name, {}).get("verdict"),
@@ -142,24 +151,22 @@ def run_(
 
     Exit 0 PASS, 1 FAIL, 4 INCONCLUSIVE or INVALID, 5 ABORTED, 6 SKIPPED or DEFERRED, 7 ORPHANED.
     """
-    from drills import daemon, record, runner
+    from drills import runner
 
     if dry_run:
         plan(context, name, config, as_json)
     path, settings_, drills = settings(context, config)
     drill = named(drills, name)
     if foreground:
-        folder = run_here(path, settings_, drill, accept_unknown_budget)
+        told = told_here(run_here(path, settings_, drill, accept_unknown_budget))
     else:
         asked = {"name": name, "accept_unknown_budget": accept_unknown_budget}
-        told = ask_drilld(settings_, "/run", asked)
-        folder = daemon.root_of(settings_) / "runs" / told["run"]
-        wait_for(folder)
-    found = record.load(folder)
-    if found is None:
-        fail(f"{folder.name} left no record; `tocsin drill heal` looks after it", ORPHANED)
-    show_verdict(found, as_json)
-    raise typer.Exit(runner.EXIT[found["verdict"]])
+        told = wait_for(settings_, ask_drilld(settings_, "/run", asked)["run"])
+    row = told["row"]
+    if row is None:
+        fail(f"{told['run']} left no record; `tocsin drill heal` looks after it", ORPHANED)
+    show_verdict(row, told["rows"], as_json)
+    raise typer.Exit(runner.EXIT[row["verdict"]])
 
 
 def run_here(path: Path | None, settings_: Config, drill: Drill, accept_unknown_budget: bool) -> Path:
@@ -170,10 +177,11 @@ def run_here(path: Path | None, settings_: Config, drill: Drill, accept_unknown_
 
     from drills import daemon, runner, schedule
 
+    log_to_stderr()
     run = schedule.run_id(drill.name, time.time(), settings_.node or "")
     try:
         folder = runner.create(daemon.root_of(settings_), drill, run, started_by=f"{getpass.getuser()}, by hand",
-                               config_path=path)
+                               config_path=path, node=settings_.node)
         runner.execute(folder, accept_unknown_budget=accept_unknown_budget)
     except FileExistsError:
         fail(f"there is a run {run} already; start it a second later")
@@ -185,45 +193,70 @@ def run_here(path: Path | None, settings_: Config, drill: Drill, accept_unknown_
     return folder
 
 
-def wait_for(folder: Path) -> None:
-    """Wait for a run's end, with its states on stderr as they come; Ctrl-C leaves it running."""
+def told_here(folder: Path) -> Mapping[str, Any]:
+    """How a run in a folder of ours ended, as drilld would tell it."""
+    from drills import history, record
+
+    found = record.load(folder)
+    if found is None:
+        return {"run": folder.name, "row": None, "rows": []}
+    return {"run": folder.name, "row": history.row_of(found), "rows": found["rows"]}
+
+
+def wait_for(settings_: Config, run: str) -> Mapping[str, Any]:
+    """Wait for a run's end, as drilld tells it, with its states on stderr as they come; Ctrl-C leaves it running.
+
+    A drilld that is started anew is waited for.
+    """
     import time
 
-    from drills import record
+    from agent import client
+    from drills import daemon
 
-    seen = None
+    socket, folder = daemon.socket_of(settings_), daemon.root_of(settings_) / "runs" / run
+    seen, heard_at = None, time.monotonic()
     try:
         while True:
-            found = record.load(folder)
-            if found is not None and found["state"] != seen:
-                seen = found["state"]
-                sys.stderr.write(f"{folder.name}: {seen}\n")
-            if found is not None and found["ended_at"] is not None:
-                return
+            try:
+                told: dict[str, Any] = client.ask(socket, f"/runs/{run}")
+            except (client.NotRunning, client.AgentError) as error:
+                here = told_here(folder)  # which root may read
+                if here["row"] is not None and here["row"]["ended"] is not None:
+                    return here
+                if getattr(error, "status", None) is not None or time.monotonic() - heard_at > DRILLD_BACK_WITHIN_S:
+                    fail(f"drilld on {socket} tells no more of {run}; `tocsin drill history` tells how it ends")
+            else:
+                heard_at = time.monotonic()
+                if told["state"] != seen:
+                    seen = told["state"]
+                    sys.stderr.write(f"{run}: {seen}\n")
+                if told["over"]:
+                    return told
             time.sleep(0.5)
     except KeyboardInterrupt:
-        fail(f"{folder.name} goes on; `tocsin drill abort` ends it", 130)
+        fail(f"{run} goes on; `tocsin drill abort` ends it", 130)
 
 
-def show_verdict(found: Mapping[str, Any], as_json: bool) -> None:
+def show_verdict(row: Mapping[str, Any], judged: Sequence[Mapping[str, Any]], as_json: bool) -> None:
     """How a run ended."""
-    from drills import history
-
     if as_json:
-        show_json(history.row_of(dict(found)))
+        show_json(row)
         return
-    write(f"{found['verdict']}: {found['why']}")
-    for row in found["rows"]:
-        write(f"  {row['verdict']:12} {row['name']}: {row['got']} (asked: {row['asked']})")
-    write(f"Report: tocsin report {found['run']}")
+    write(f"{row['verdict']}: {row['why']}")
+    for one in judged:
+        write(f"  {one['verdict']:12} {one['name']}: {one['got']} (asked: {one['asked']})")
+    write(f"Report: tocsin report {row['run']}")
 
 
 @app.command()
-def abort(context: typer.Context, config: ConfigFile = None) -> None:
+def abort(context: typer.Context, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """End the run under way, in good order."""
     _, settings_, _ = settings(context, config)
     told = ask_drilld(settings_, "/abort", {})
-    write(f"{told['run']} ends" if told["run"] else "no run is under way")
+    if as_json:
+        show_json({"run": told["run"]})
+    else:
+        write(f"{told['run']} ends" if told["run"] else "no run is under way")
 
 
 @app.command()
@@ -231,22 +264,57 @@ def heal(
     context: typer.Context, config: ConfigFile = None, as_json: AsJson = False,
     release: Annotated[bool, typer.Option("--release", help="Let the lock go although something is left.")] = False,
 ) -> None:
-    """Undo whatever any ledger or tag says, offline; a live run is ended first. Exit 0 clean, 7 not."""
+    """Undo whatever any ledger or tag says, without drilld too; a live run is aborted first. Exit 0 clean, 7 not."""
+    from drills.model import Left
+
+    _, settings_, _ = settings(context, config)
+    is_root = os.geteuid() == 0
+    told = heal_there(settings_, release and not is_root)
+    if told is None or (is_root and (told["left"] or release)):  # root may do what drilld's own user may not
+        told = heal_here(settings_, release)
+    left = [Left(one["what"], one["command"]) for one in told["left"]]
+    if as_json:
+        show_json({"left": left, "released": told["released"]})
+    else:
+        write(heal_text(left, told["released"]))
+    raise typer.Exit(ORPHANED if left else 0)
+
+
+def heal_there(settings_: Config, release: bool) -> Mapping[str, Any] | None:
+    """Have drilld heal, which aborts its own run; None where none answers, or not us: then it is done here."""
+    from agent import client
+    from drills import daemon
+
+    socket = daemon.socket_of(settings_)
+    try:
+        told: dict[str, Any] = client.ask(socket, "/heal", "POST", {"release": release}, HEALED_WITHIN_S)
+    except client.NotRunning:
+        return None
+    except client.AgentError as error:
+        if error.status == CONFLICT:
+            fail(said(error), REFUSED)
+        sys.stderr.write(f"tocsin drill: drilld does not heal ({said(error)}), so it is done here\n")
+        return None
+    return told
+
+
+def heal_here(settings_: Config, release: bool) -> Mapping[str, Any]:
+    """Heal in this process."""
+    import getpass
+
     from drills import daemon, lock
     from drills.model import Refused
 
-    _, settings_, _ = settings(context, config)
+    log_to_stderr()
     root = daemon.root_of(settings_)
-    left = daemon.heal_all(settings_)
     try:
+        left = daemon.heal_all(settings_, f"{getpass.getuser()}, by heal")
         released = lock.release(root) if release else []
     except Refused as no:
         fail(str(no), REFUSED)
-    if as_json:
-        show_json({"left": left, "released": released})
-    else:
-        write(heal_text(left, released))
-    raise typer.Exit(ORPHANED if left else 0)
+    except OSError as error:
+        fail(unreadable(root, error))
+    return {"left": [{"what": one.what, "command": one.command} for one in left], "released": released}
 
 
 def heal_text(left: list[Left], released: list[str]) -> str:
@@ -262,10 +330,8 @@ def history_(context: typer.Context, config: ConfigFile = None, as_json: AsJson 
     """List past runs: when, how they ended, and how long it took to detect, deliver, mitigate, recover."""
     from datetime import UTC, datetime
 
-    from drills import daemon, history
-
     _, settings_, _ = settings(context, config)
-    rows = history.runs(daemon.root_of(settings_))
+    rows = past_runs(settings_)
     if as_json:
         show_json(rows)
     elif not rows:
@@ -294,21 +360,55 @@ def unit(
     write(f"{output}: written; `systemctl daemon-reload && systemctl restart tocsin-drilld`")
 
 
-def ask_drilld(settings_: Config, path: str, body: Mapping[str, Any]) -> Any:
-    """A POST to drilld's socket."""
+def ask_drilld(settings_: Config, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    """A POST to drilld's socket, or a GET where there is nothing to send."""
     from agent import client
     from drills import daemon
 
     socket = daemon.socket_of(settings_)
     try:
-        return client.ask(socket, path, "POST", body)
+        return client.ask(socket, path, "GET" if body is None else "POST", body)
     except client.NotRunning:
         fail(f"no drilld answers on {socket}; start it (`systemctl start tocsin-drilld`), or use --foreground")
     except client.NotPermitted:
         fail(f"{socket}: permission denied; drills are root's, and the drill_group's: use sudo")
     except client.AgentError as error:
-        text = str(error)
-        fail(json.loads(text[text.index("{"):])["error"] if "{" in text else text)
+        fail(said(error), REFUSED if error.status == CONFLICT else 2)
+
+
+def said(error: AgentError) -> str:
+    """What drilld said was wrong."""
+    text = str(error)
+    return str(json.loads(text[text.index("{"):])["error"]) if "{" in text else text
+
+
+def unreadable(root: Path, error: OSError) -> str:
+    """Why the drills' state cannot be used, and what to do."""
+    return f"{error.filename or root}: {error.strerror}; {root} is drilld's own: use sudo"
+
+
+def past_runs(settings_: Config) -> list[dict[str, Any]]:
+    """One row a run, oldest first: from the disk, or as drilld tells those who may not read there."""
+    from drills import daemon, history
+
+    try:
+        return history.runs(daemon.root_of(settings_))
+    except PermissionError as error:
+        told: list[dict[str, Any]] = from_drilld(settings_, "/runs", error)
+        return told
+    except OSError as error:
+        fail(unreadable(daemon.root_of(settings_), error))
+
+
+def from_drilld(settings_: Config, path: str, denied: OSError) -> Any:
+    """What drilld tells; where it does not, why the disk could not be read."""
+    from agent import client
+    from drills import daemon
+
+    try:
+        return client.ask(daemon.socket_of(settings_), path)
+    except (client.NotRunning, client.AgentError):
+        fail(unreadable(daemon.root_of(settings_), denied))
 
 
 def report(
@@ -317,18 +417,19 @@ def report(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write there [default: print].")] = None,
 ) -> None:
     """Print a drill's postmortem (RUN: a run, or a drill)."""
-    from drills import daemon, history, record
+    from drills import daemon, record
     from drills import report as reports
 
     _, settings_, _ = settings(context, config)
-    root = daemon.root_of(settings_)
-    known = [row["run"] for row in history.runs(root) if run in (row["run"], row["drill"])]
-    found = record.load(root / "runs" / known[-1]) if known else None
-    if found is None:
-        fail(f"{run}: no such run; `tocsin drill history` lists them")
     if format_ not in reports.FILES:
         fail(f"--format {format_}: there are {', '.join(reports.FILES)}")
-    text = reports.render(found, root / "runs" / known[-1], format_)
+    known = [row["run"] for row in past_runs(settings_) if run in (row["run"], row["drill"])]
+    if not known:
+        fail(f"{run}: no such run; `tocsin drill history` lists them")
+    folder = daemon.root_of(settings_) / "runs" / known[-1]
+    found = record.load(folder)
+    text = ask_drilld(settings_, f"/runs/{known[-1]}/report?format={format_}")["text"] if found is None \
+        else reports.render(found, folder, format_)
     if output is None:
         write(text)
     else:

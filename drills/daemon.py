@@ -25,15 +25,16 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingMixIn, UnixStreamServer
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import structlog
 
-from agent import sdnotify
+from agent import client, sdnotify
 from agent.config import Config, load_all
 from agent.model import Rule
 from agent.signals import CATALOGUE
 from agent.strict import ConfigErrors
-from drills import heal, history, lease, ledger, lock, record, runner, schedule, tell
+from drills import heal, history, lease, ledger, lock, owner, record, report, runner, schedule, tell
 from drills.cluster import ClusterError
 from drills.config import drills_of
 from drills.model import Drill, Left, Refused, Verdict
@@ -41,6 +42,7 @@ from drills.model import Drill, Left, Refused, Verdict
 log = structlog.get_logger()
 
 LOCK = "drilld.lock"
+NO_DRILL = "no-drill"
 SOCKET_MODE = 0o660
 SWEEP_EVERY_S = 60.0
 ANNOUNCED_AT_MOST_S = 86400.0  # no drill and what it announces last longer
@@ -61,8 +63,9 @@ def root_of(config: Config) -> Path:
 
 def only_one(root: Path) -> int:
     """The lock of the one drilld of this state, a file descriptor. Raises OSError where another one holds it."""
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    owner.make_folder(root)
     fd = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    owner.give(root / LOCK)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as taken:
@@ -76,15 +79,15 @@ def unblock() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def heal_all(config: Config) -> list[Left]:
-    """Undo whatever any ledger says; then tell the agent what is left, and that these runs announce nothing more."""
+def heal_all(config: Config, by: str = "tocsin drill heal") -> list[Left]:
+    """Undo whatever any ledger says, `by` whom; then tell the agent what is left, and that these announce no more."""
     root, healed = root_of(config) / "runs", list[str]()
 
     def finish(folder: Path, entries: Sequence[ledger.Entry], left: Sequence[Left]) -> None:
         healed.append(folder.name)
         history.finish_killed(folder, entries, left)
 
-    left = heal.heal(root, finish=finish)
+    left = heal.heal(root, finish=finish, by=by)
     for run in healed:  # not before all is undone: an agent that hangs would be waited for
         tell.end_announcement(config.socket, run)
     for folder in ledger.run_folders(root):
@@ -92,6 +95,10 @@ def heal_all(config: Config) -> list[Left]:
         if still is not None:
             tell.orphaned(config.socket, folder.name, still)
     return left
+
+
+class Busy(RuntimeError):  # noqa: N818  (it says what is the case)
+    """Another run is under way; the text names it."""
 
 
 class Daemon:
@@ -104,6 +111,8 @@ class Daemon:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._run: str | None = None
+        self._over = threading.Event()  # it has ended, and was healed where it had to be
+        self._over.set()
         self.timetable: schedule.Timetable | None = None
         self.orphan_told: str | None = None  # another node's run, for which we page
         self.stopping, self.woken = threading.Event(), threading.Event()  # woken: stop, or read the configuration anew
@@ -112,58 +121,109 @@ class Daemon:
 
     def start_run(self, name: str, *, started_by: str, run: str | None = None, due_at: float | None = None,
                   accept_unknown_budget: bool = False) -> str:
-        """Start a run of a drill; its id. Raises LookupError, RuntimeError (one is under way), OSError."""
+        """Start a run of a drill; its id. Raises LookupError, Busy, RuntimeError (this id is taken), OSError."""
+        drill = self.drill_of(name)
+        with self._lock:
+            if self.active() is not None:
+                raise Busy(f"{self._run} is under way; `tocsin drill abort` ends it")
+            folder = self._create(drill, run, started_by=started_by, due_at=due_at)
+            run = folder.name
+            command = [sys.executable, "-m", "drills.runner", str(folder)]
+            process = subprocess.Popen(command + ["--accept-unknown-budget"] * accept_unknown_budget,
+                                       start_new_session=True, preexec_fn=unblock)
+            self._process, self._run, self._over = process, run, threading.Event()
+            over = self._over
+        log.info("run_started", run=run, by=started_by)
+        threading.Thread(target=self._await, args=(process, run, over), name=f"run {run}", daemon=True).start()
+        return run
+
+    def drill_of(self, name: str) -> Drill:
+        """A drill by its name. Raises LookupError."""
         drill = next((d for d in self.drills if d.name == name), None)
         if drill is None:
             known = ", ".join(d.name for d in self.drills) or "none is configured"
             raise LookupError(f"{name}: no such drill; there are: {known}")
-        with self._lock:
-            if self.active() is not None:
-                raise RuntimeError(f"{self._run} is under way; `tocsin drill abort` ends it")
-            run = run or schedule.run_id(name, self.clock(), self.config.node or "")
-            try:
-                folder = runner.create(self.root, drill, run, started_by=started_by, config_path=self.path,
-                                       due_at=due_at)
-            except FileExistsError:
-                raise RuntimeError(f"there is a run {run} already; start it a second later") from None
-            command = [sys.executable, "-m", "drills.runner", str(folder)]
-            process = subprocess.Popen(command + ["--accept-unknown-budget"] * accept_unknown_budget,
-                                       start_new_session=True, preexec_fn=unblock)
-            self._process, self._run = process, run
-        log.info("run_started", run=run, by=started_by)
-        threading.Thread(target=self._await, args=(process, run), name=f"run {run}", daemon=True).start()
-        return run
+        return drill
+
+    def _create(self, drill: Drill, run: str | None, *, started_by: str, due_at: float | None) -> Path:
+        """The folder of a run of now, or of the run that is named. Raises RuntimeError, OSError."""
+        run = run or schedule.run_id(drill.name, self.clock(), self.config.node or "")
+        try:
+            return runner.create(self.root, drill, run, started_by=started_by, config_path=self.path, due_at=due_at,
+                                 node=self.config.node)
+        except FileExistsError:
+            raise RuntimeError(f"there is a run {run} already; start it a second later") from None
 
     def active(self) -> str | None:
         """The run under way."""
-        return self._run if self._process is not None and self._process.poll() is None else None
+        return None if self._over.is_set() else self._run
 
     def active_of(self, name: str) -> str | None:
         """The run of this drill that is under way."""
         run = self.active()
         return run if run is not None and run.startswith(f"{name}-") else None
 
-    def _await(self, process: subprocess.Popen[bytes], run: str) -> None:
+    def _await(self, process: subprocess.Popen[bytes], run: str, over: threading.Event) -> None:
         """See a run to its end; one whose runner was killed is healed and its report written."""
         status = process.wait()
         log.info("run_ended", run=run, status=status)
-        if status not in runner.EXIT.values():
-            self.heal()
+        try:
+            if status not in runner.EXIT.values():
+                self.heal("drilld")
+        finally:
+            over.set()
         self.tell_overdue()
 
-    def abort(self, why: str) -> str | None:
-        """End the run under way in good order; its id, None where there is none."""
+    def abort(self, by: str) -> str | None:
+        """End the run under way in good order, in somebody's name; its id, None where there is none."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                return None
-            log.info("run_aborted", run=self._run, why=why)
-            self._process.send_signal(signal.SIGTERM)
-            return self._run
+            return self._abort(by)
 
-    def heal(self) -> list[Left]:
-        """Undo whatever any ledger says, and tell the agent. No run begins meanwhile: it would be ended too."""
+    def _abort(self, by: str) -> str | None:
+        if self._process is None or self._run is None or self._process.poll() is not None:
+            return None
+        log.info("run_aborted", run=self._run, by=by)
+        ledger.say_aborted_by(self.root / "runs" / self._run, by)
+        self._process.send_signal(signal.SIGTERM)
+        return self._run
+
+    def heal(self, by: str) -> list[Left]:
+        """Undo whatever any ledger says, and tell the agent. The run under way is aborted, and has time for its end.
+
+        No run begins meanwhile: it would be ended too.
+        """
         with self._lock:
-            return heal_all(self.config)
+            if self._abort(by) is not None and self._process is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(RUNNER_ENDS_WITHIN_S)
+            return heal_all(self.config, by)
+
+    def release(self) -> list[str]:
+        """Let drills run again although something is left; the runs that left it. Raises Refused, OSError."""
+        with self._lock:
+            return lock.release(self.root)
+
+    def told_of(self, run: str) -> dict[str, Any]:
+        """How far a run is, for whoever may not look into its folder. `over`: no more comes. Raises LookupError."""
+        folder = self.root / "runs" / run
+        if folder not in ledger.run_folders(folder.parent):
+            raise LookupError(f"{run}: no such run; `tocsin drill history` lists them")
+        over = run != self.active()  # asked before the record is read: it may end meanwhile
+        told = record.load(folder)
+        if told is None:
+            return {"run": run, "state": ledger.last_state(ledger.read(folder)), "over": over, "row": None, "rows": []}
+        if over and told["ended_at"] is None:
+            over = lock.holder_of(self.root) != run  # one that a person holds in the foreground
+        return {"run": run, "state": told["state"], "over": over or told["ended_at"] is not None,
+                "row": history.row_of(told), "rows": told["rows"]}
+
+    def report_of(self, run: str, form: str) -> str:
+        """The postmortem of a run. Raises LookupError."""
+        folder = self.root / "runs" / run
+        told = record.load(folder) if folder in ledger.run_folders(folder.parent) else None
+        if told is None or form not in report.FORMATS:
+            raise LookupError(f"{run}, {form}: no such report")
+        return report.render(told, folder, form)
 
     def sweep(self, *, at_start: bool = False) -> None:
         """Go on trying to undo what a run left; one that is alive, whoever started it, is let be.
@@ -173,7 +233,7 @@ class Daemon:
         with self._lock, suppress(Refused, OSError):
             free = self.active() is None and lock.holder_of(self.root) is None
             if free and (at_start or lock.unsettled(self.root)):
-                heal_all(self.config)
+                heal_all(self.config, "drilld")
         self.end_announcements()
         self.tidy_lease()
 
@@ -201,11 +261,12 @@ class Daemon:
 
     def end_announcements(self) -> None:
         """A run that is over announces nothing; the agent may not have heard it when it ended."""
-        now = self.clock()
+        now, folders = self.clock(), list[Path]()
         with suppress(OSError):
-            for folder in ledger.run_folders(self.root / "runs"):
-                file = folder / "run.json"
-                if not file.exists() or now - file.stat().st_mtime > ANNOUNCED_AT_MOST_S:
+            folders = ledger.run_folders(self.root / "runs")
+        for folder in folders:
+            with suppress(OSError):  # one that cannot be looked into holds no other up
+                if now - (folder / "run.json").stat().st_mtime > ANNOUNCED_AT_MOST_S:
                     continue
                 told = record.load(folder)
                 if told is not None and told["ended_at"] is not None:
@@ -224,18 +285,34 @@ class Daemon:
             return told
         try:
             self.start_run(drill.name, started_by="schedule", run=run, due_at=due_at)
-        except (LookupError, RuntimeError, OSError) as error:
+        except LookupError as error:  # it was taken out of the configuration just now
             return Verdict.DEFERRED, str(error)
-        process = self._process
-        if process is not None:
-            process.wait()
-        report = record.load(self.root / "runs" / run)
-        return (Verdict(report["verdict"]), report["why"]) if report else (Verdict.ABORTED, "it left no record")
+        except (RuntimeError, OSError) as error:
+            self.defer(drill, run, due_at, str(error))
+            return Verdict.DEFERRED, str(error)
+        self._over.wait()
+        kept = record.load(self.root / "runs" / run)
+        return (Verdict(kept["verdict"]), kept["why"]) if kept else (Verdict.ABORTED, "it left no record")
 
     def skip(self, drill: Drill, run: str, due_at: float, why: str) -> None:
-        """Write down a run that will not be, with its reasons. Raises OSError."""
-        folder = runner.create(self.root, drill, run, started_by="schedule", config_path=self.path, due_at=due_at)
-        runner.write_skipped(folder, drill, why, due_at, self.clock)
+        """Write down a run that will not be, with its reasons. Raises RuntimeError, OSError."""
+        folder = self._create(drill, run, started_by="schedule", due_at=due_at)
+        runner.write_refused(folder, drill, Verdict.SKIPPED, why, self.clock)
+
+    def defer(self, drill: Drill, run: str, due_at: float, why: str) -> None:
+        """Write down a run that is not now and is tried again; where that cannot be written, the log has it."""
+        try:
+            folder = self._create(drill, run, started_by="schedule", due_at=due_at)
+            runner.write_refused(folder, drill, Verdict.DEFERRED, why, self.clock)
+        except (RuntimeError, OSError) as error:
+            log.warning("deferred_not_written", run=run, why=why, error=str(error))
+
+    def refuse(self, name: str, why: str, *, started_by: str) -> str:
+        """Write down that a person was refused a run; its id. Raises LookupError, RuntimeError, OSError."""
+        drill = self.drill_of(name)
+        folder = self._create(drill, None, started_by=started_by, due_at=None)
+        runner.write_refused(folder, drill, Verdict.SKIPPED, why, self.clock)
+        return folder.name
 
     def last_run_at(self) -> float | None:
         """When a fault was last in on this node."""
@@ -250,24 +327,38 @@ class Daemon:
         except ConfigErrors as errors:
             log.error("configuration_kept", faults=[str(fault) for fault in errors.faults])  # noqa: TRY400
         if self.timetable is not None:
-            self.timetable.load(self.drills)
+            self.timetable.load(self.drills, self.config.drill_guards.min_gap)
         sdnotify.ready(f"{self.config.node}: {len(self.drills)} drills")
 
     def tell_overdue(self) -> None:
-        """A ticket for each drill that was due and did not run."""
-        past, now = schedule.history_of(self.root), self.clock()
+        """A ticket for each drill that was due and did not run; none for one that is no drill any more."""
+        try:
+            past, now = schedule.history_of(self.root), self.clock()
+        except OSError as error:
+            log.warning("history_unreadable", root=str(self.root), error=str(error))
+            return
         book = {} if self.timetable is None else self.timetable.book
         for drill in self.drills:
             seen = book.get(drill.name)
             known_at, verdict_at = (None, None) if seen is None else (seen.known_at, seen.verdict_at)
             tell.overdue(self.config.socket, drill.name, schedule.overdue(drill, past, now, known_at, verdict_at))
+        for name in self._ticketed() - {drill.name for drill in self.drills}:
+            tell.overdue(self.config.socket, name, None)
+
+    def _ticketed(self) -> set[str]:
+        """The drills that the agent has a ticket for, since whenever: removed or renamed, nobody would end theirs."""
+        try:
+            rows = client.ask(self.config.socket, "/alerts?resolved=0")
+            return {str(row["subject"]) for row in rows if row["rule"] == NO_DRILL}
+        except (client.NotRunning, client.AgentError, TypeError, LookupError):
+            return set()
 
     def serve_for_ever(self) -> None:
         """Sweep, then hold what is due until stopped. Raises OSError, also where another drilld runs."""
         alone = only_one(self.root)
         self.sweep(at_start=True)
         server = serve(self)
-        hands = schedule.Hands(self.run_due, self.skip, self.active_of, self.last_run_at)
+        hands = schedule.Hands(self.run_due, self.skip, self.defer, self.active_of, self.last_run_at)
         self.timetable = schedule.Timetable(self.drills, hands, root=self.root, node=self.config.node or "",
                                             min_gap_s=self.config.drill_guards.min_gap, clock=self.clock)
         self.timetable.start()
@@ -284,7 +375,7 @@ class Daemon:
         finally:
             sdnotify.stopping()
             self.timetable.stop()
-            self.abort("drilld stops")
+            self.abort("drilld, which stops")
             if self._process is not None:
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(RUNNER_ENDS_WITHIN_S)
@@ -314,15 +405,18 @@ class _Handler(BaseHTTPRequestHandler):
         """What is done is logged where it is done."""
 
     def do_GET(self) -> None:
-        """Only the state."""
-        self._answer(200, {"drills": [d.name for d in self.server.daemon.drills], "run": self.server.daemon.active()})
+        """The state; for root and the drill group, who may not look into the runs' folders, the runs."""
+        daemon = self.server.daemon
+        if self.path == "/":
+            self._answer(200, {"drills": [d.name for d in daemon.drills], "run": daemon.active()})
+        elif self._permitted() is not None:
+            self._try(lambda: self._tell(daemon))
 
     def do_POST(self) -> None:
         """run, abort, heal: for root and the drill group; the caller is recorded."""
         daemon = self.server.daemon
-        caller = self._caller()
+        caller = self._permitted()
         if caller is None:
-            self._answer(403, {"error": "drills are root's, and the drill_group's; use sudo"})
             return
         try:
             asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
@@ -331,24 +425,52 @@ class _Handler(BaseHTTPRequestHandler):
         if not isinstance(asked, dict):
             self._answer(400, {"error": 'send a JSON object, as {"name": "…"}'})
             return
+        self._try(lambda: self._act(daemon, asked, caller))
+
+    def _try(self, do: Callable[[], Any]) -> None:
         try:
-            self._answer(200, self._act(daemon, asked, caller))
+            self._answer(200, do())
         except LookupError as error:
             self._answer(404, {"error": str(error.args[0])})
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, Refused) as error:
             self._answer(409, {"error": str(error)})
+        except OSError as error:
+            self._answer(500, {"error": str(error)})
+
+    def _tell(self, daemon: Daemon) -> Any:
+        asked = urlsplit(self.path)
+        parts = asked.path.strip("/").split("/")
+        if parts == ["runs"]:
+            return history.runs(daemon.root)
+        if parts[0] == "runs" and len(parts) == 2:
+            return daemon.told_of(parts[1])
+        if parts[0] == "runs" and parts[2:] == ["report"]:
+            form = parse_qs(asked.query).get("format", ["md"])[0]
+            return {"text": daemon.report_of(parts[1], form)}
+        raise LookupError(f"{asked.path}: there are /runs, /runs/RUN and /runs/RUN/report")
 
     def _act(self, daemon: Daemon, asked: Mapping[str, Any], caller: str) -> Mapping[str, Any]:
         if self.path == "/run":
-            run = daemon.start_run(str(asked.get("name")), started_by=caller,
-                                   accept_unknown_budget=bool(asked.get("accept_unknown_budget")))
-            return {"run": run}
+            name = str(asked.get("name"))
+            try:
+                return {"run": daemon.start_run(name, started_by=caller,
+                                                accept_unknown_budget=bool(asked.get("accept_unknown_budget")))}
+            except Busy as busy:  # a refusal leaves a report
+                return {"run": daemon.refuse(name, str(busy), started_by=caller)}
         if self.path == "/abort":
-            return {"run": daemon.abort(f"by {caller}")}
+            return {"run": daemon.abort(caller)}
         if self.path == "/heal":
-            daemon.abort(f"heal, by {caller}")
-            return {"left": [{"what": one.what, "command": one.command} for one in daemon.heal()]}
+            left = daemon.heal(f"{caller}, by heal")
+            return {"left": [{"what": one.what, "command": one.command} for one in left],
+                    "released": daemon.release() if asked.get("release") else []}
         raise LookupError(f"{self.path}: there are /run, /abort and /heal")
+
+    def _permitted(self) -> str | None:
+        """Who asks; None where that one may not, which is answered."""
+        caller = self._caller()
+        if caller is None:
+            self._answer(403, {"error": "drills are root's, and the drill_group's; use sudo"})
+        return caller
 
     def _caller(self) -> str | None:
         """Who asks, as the kernel says; None where that one may not."""
@@ -366,7 +488,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return f"{name} (uid {uid}, group {group})"
         return None
 
-    def _answer(self, status: int, told: Mapping[str, Any]) -> None:
+    def _answer(self, status: int, told: Any) -> None:
         body = json.dumps(told).encode()
         self.send_response(status, http.client.responses[status])
         self.send_header("Content-Type", "application/json")

@@ -7,14 +7,26 @@ undoes the same, and does it again the next time.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
 
-from drills import proc
-from drills.ledger import LEDGER, Entry, Ledger, last_state, plan_of, process_of, read, run_folders
-from drills.model import Left, State
+from drills import owner, proc
+from drills.ledger import (
+    LEDGER,
+    Entry,
+    Ledger,
+    aborted_by,
+    last_state,
+    plan_of,
+    process_of,
+    read,
+    run_folders,
+    say_aborted_by,
+)
+from drills.model import Left, ProcessId, State
 from drills.strays import heal_strays
 from drills.undo import undo_plan, wait_unheld
 
@@ -23,24 +35,32 @@ log = structlog.get_logger()
 # A holder ends by itself when its runner does; after this it is ended.
 HOLDER_ENDS_WITHIN_S = 5.0
 ENDED_WITHIN_S = 5.0
+# So long a live runner has to end its run in good order, with a report; more where its fault lets users drain.
+RUNNER_ENDS_WITHIN_S = 20.0
 _OVER = frozenset({State.REPORTED, State.SKIPPED, State.DEFERRED})
 
 
-def heal(root: Path, *, finish: Callable[[Path, list[Entry], list[Left]], None]) -> list[Left]:
-    """End and undo every run under `<state_dir>/drills/runs` that is not known to be clean; a live one is ended first.
+def heal(
+    root: Path, *, finish: Callable[[Path, list[Entry], list[Left]], None], by: str = "tocsin drill heal"
+) -> list[Left]:
+    """End and undo every run under `<state_dir>/drills/runs` that is not known to be clean.
 
-    And what of ours is in the world without a ledger, by its tags.
+    A live one is aborted first, in the name of `by`. And what of ours is in the world without a ledger, by its tags.
 
     `finish` is called for each of them with what is left, to write its report. What could not be undone is returned,
     with the commands that do it. Never raises for a single run: the others are waiting.
     """
     remaining: list[Left] = []
     for folder in run_folders(root):
+        owner.give(folder)
         try:
             entries = read(folder)
             if is_clean(entries):
                 continue
-            left = heal_run(folder, entries)
+            entries, left = heal_run(folder, entries, by)
+        except PermissionError as error:
+            log.warning("heal_not_permitted", run=folder.name, error=str(error))
+            entries, left = [], [Left(f"run {folder.name}: {error}", "sudo tocsin drill heal")]
         except Exception as error:  # one damaged run must not keep the others broken
             log.exception("heal_failed", run=folder.name)
             entries, left = [], [Left(f"run {folder.name}: {error}", f"cat {folder / LEDGER}")]
@@ -62,14 +82,19 @@ def is_clean(entries: Sequence[Entry]) -> bool:
     return last_state(entries) in _OVER and (not ends or ends[-1] == State.REVERTED)
 
 
-def heal_run(folder: Path, entries: Sequence[Entry]) -> list[Left]:
-    """End the processes of one run and undo its fault. Raises OSError, msgspec.ValidationError."""
-    left = end_processes(folder, entries)
-    plan = plan_of(entries)
+def heal_run(folder: Path, entries: Sequence[Entry], by: str) -> tuple[list[Entry], list[Left]]:
+    """End the processes of one run and undo its fault; its ledger as it is then, and what is left.
+
+    Raises OSError, msgspec.ValidationError.
+    """
+    left = end_runner(folder, entries, by)
+    now = read(folder)  # it may have gone on until it ended: to a fault, or to its report
+    left += end_holder(folder, now) if not left else []
+    plan = plan_of(now)
     if plan is not None and not left:
         left = undo_plan(plan)
     log.info("healed", run=folder.name, left=[one.what for one in left])
-    return left
+    return now, left
 
 
 def _note_healed(folder: Path) -> None:
@@ -77,23 +102,40 @@ def _note_healed(folder: Path) -> None:
     try:
         ledger = Ledger.open(folder)
         try:
-            ledger.note(healed=True)
+            by = aborted_by(folder)
+            ledger.note(healed=True, **({"aborted_by": by} if by else {}))
         finally:
             ledger.close()
     except OSError as error:
         log.warning("healed_not_noted", run=folder.name, error=str(error), next="it is healed again next time")
 
 
-def end_processes(folder: Path, entries: Sequence[Entry]) -> list[Left]:
-    """End the runner; its holder then undoes and ends by itself, or is ended. What would not end is returned."""
-    runner, holder = process_of(entries, "runner"), process_of(entries, "holder")
+def end_runner(folder: Path, entries: Sequence[Entry], by: str) -> list[Left]:
+    """Abort a live runner, and end one that does not heed it. What would not end is returned. Raises OSError."""
+    runner, plan = process_of(entries, "runner"), plan_of(entries)
+    if runner is None or runner.pid == os.getpid() or proc.wait_ended(runner, 0.0):
+        return []
+    log.info("aborting", run=folder.name, by=by, pid=runner.pid)
+    say_aborted_by(folder, by)
+    drain_s = float(plan.facts.get("drain_s", 0.0)) if plan is not None else 0.0
+    if proc.end(runner, RUNNER_ENDS_WITHIN_S + drain_s, signal.SIGTERM):
+        return []
+    return _end(folder, "runner", runner)
+
+
+def end_holder(folder: Path, entries: Sequence[Entry]) -> list[Left]:
+    """The holder undoes and ends by itself once its runner is gone, or is ended. Raises OSError."""
+    holder = process_of(entries, "holder")
     left: list[Left] = []
-    for role, process, grace_s in (("runner", runner, 0.0), ("holder", holder, HOLDER_ENDS_WITHIN_S)):
-        if process is None or process.pid == os.getpid() or proc.wait_ended(process, grace_s):
-            continue
-        log.info("ending", run=folder.name, role=role, pid=process.pid)
-        if not proc.end(process, ENDED_WITHIN_S):
-            left.append(Left(f"{role} {process.pid} of {folder.name} does not end", f"kill -KILL {process.pid}"))
+    if holder is not None and holder.pid != os.getpid() and not proc.wait_ended(holder, HOLDER_ENDS_WITHIN_S):
+        left = _end(folder, "holder", holder)
     if not left and not wait_unheld(folder, HOLDER_ENDS_WITHIN_S):
         left.append(Left(f"a process still injects the fault of {folder.name}", f"fuser -k {folder / LEDGER}"))
     return left
+
+
+def _end(folder: Path, role: str, process: ProcessId) -> list[Left]:
+    log.info("ending", run=folder.name, role=role, pid=process.pid)
+    if proc.end(process, ENDED_WITHIN_S):
+        return []
+    return [Left(f"{role} {process.pid} of {folder.name} does not end", f"kill -KILL {process.pid}")]

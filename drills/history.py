@@ -35,7 +35,7 @@ def finish_killed(folder: Path, entries: Sequence[Entry], left: Sequence[Left]) 
         header = entries[0].data if entries else {}
         planned_at = entries[0].at if entries else 0.0
         told = record.blank(folder.name, {"name": str(header.get("drill", "unknown"))}, planned_at)
-        told["started_by"] = header.get("started_by", "unknown")
+        told |= {"started_by": header.get("started_by", "unknown"), "node": header.get("node")}
     if told["ended_at"] is None or told["verdict"] == Verdict.ORPHANED or left:
         state = ledger.last_state(entries) or State.PLANNED
         was_orphan = told["verdict"] == Verdict.ORPHANED
@@ -43,8 +43,13 @@ def finish_killed(folder: Path, entries: Sequence[Entry], left: Sequence[Left]) 
                  "verdict": Verdict.ORPHANED if left or was_orphan else Verdict.ABORTED,
                  "why": f"left in the world: {'; '.join(one.what for one in left)}" if left
                  else "it left something in the world, which heal has put back" if was_orphan
-                 else f"its runner ended in {state}; the fault was undone by its holder or by heal"}
+                 else f"{_by(folder)}its runner ended in {state}; the fault was undone by its holder or by heal"}
         record.store(folder, told)
+
+
+def _by(folder: Path) -> str:
+    by = ledger.aborted_by(folder)
+    return f"aborted by {by}: " if by else ""
 
 
 def left_of(folder: Path) -> list[Left] | None:

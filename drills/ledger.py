@@ -9,9 +9,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import stat
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from drills.model import Plan, ProcessId, State
 from drills.proc import boot_id
 
 LEDGER = "ledger.jsonl"
+ABORTED_BY = "aborted_by"
 SIZE_BYTES = 65_536
 # Notes may not use the end of the file up: a state must still find room.
 KEPT_FOR_STATES_BYTES = 8_192
@@ -150,12 +153,41 @@ def read(folder: Path) -> list[Entry]:
 
 
 def run_folders(root: Path) -> list[Path]:
-    """The folders of all runs under `<state_dir>/drills/runs`, oldest first. Raises OSError."""
+    """The folders of all runs under `<state_dir>/drills/runs`, oldest first. Raises OSError.
+
+    One that we may not look into is among them: its readers meet the error, and the others are not lost for it.
+    """
     try:
-        found = [folder for folder in root.iterdir() if (folder / LEDGER).is_file()]
+        found = [folder for folder in root.iterdir() if _has_ledger(folder)]
     except FileNotFoundError:
         return []
     return sorted(found, key=lambda folder: (folder.name.rsplit("-", 2)[1:], folder.name))
+
+
+def _has_ledger(folder: Path) -> bool:
+    try:
+        return stat.S_ISREG((folder / LEDGER).stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+
+
+def say_aborted_by(folder: Path, by: str) -> None:
+    """Say who ends a run, before its runner is told to. The first one stays.
+
+    Beside the ledger, which the runner alone writes while it lives; a full disk costs the name, never the abort.
+    """
+    with suppress(OSError), (folder / ABORTED_BY).open("x") as file:
+        file.write(by)
+
+
+def aborted_by(folder: Path) -> str:
+    """Who ended a run before its time; "" where nobody said so."""
+    try:
+        return (folder / ABORTED_BY).read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def plan_of(entries: Sequence[Entry]) -> Plan | None:

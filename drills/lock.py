@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from drills import ledger
+from drills import ledger, owner
 from drills.ledger import Entry, Ledger
 from drills.model import Refused, State
 
@@ -46,10 +46,11 @@ def take(root: Path, run: str) -> Lock:
     The file stays when the lock is given back: to remove it would let two runs hold two files of one name.
     """
     try:
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        owner.make_folder(root)
         fd = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise Refused(f"the drill lock {root / LOCK} cannot be opened: {error.strerror}; no drill without it") from None
+    owner.give(root / LOCK)
     lock = Lock(run, fd)
     try:
         _take(fd, root, run)
@@ -101,15 +102,19 @@ def holder_of(root: Path) -> str | None:
 
 def unsettled(root: Path, but: str = "") -> list[tuple[str, str]]:
     """The runs (but one) whose fault may still be in the world, oldest first, and why that may be. Raises Refused."""
-    found = []
     try:
-        for folder in ledger.run_folders(root / RUNS):
-            why = "" if folder.name == but else trouble(ledger.read(folder))
-            if why:
-                found.append((folder.name, why))
+        folders = ledger.run_folders(root / RUNS)
     except OSError as error:
         raise Refused(f"the ledgers in {root / RUNS} cannot be read: {error.strerror}; no drill without") from None
-    return found
+    found = [(folder.name, "" if folder.name == but else _trouble_of(folder)) for folder in folders]
+    return [(name, why) for name, why in found if why]
+
+
+def _trouble_of(folder: Path) -> str:
+    try:
+        return trouble(ledger.read(folder))
+    except OSError as error:  # what nobody can read may be in the world
+        return f"cannot be read ({error.strerror}), and nobody knows what of it is left"
 
 
 def trouble(entries: Sequence[Entry]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from drills import report
+from drills import ledger, owner, report
 from drills.judge import Judgement
 from drills.model import Drill, Left, Moment, Plan, State, Verdict
 
@@ -30,7 +30,8 @@ class Record:
     def __init__(self, folder: Path, drill: Drill, clock: Callable[[], float], *, started_by: str,
                  due_at: float | None = None) -> None:
         self._folder, self._clock = folder, clock
-        fresh = blank(folder.name, msgspec.to_builtins(drill), clock()) | {"started_by": started_by, "due_at": due_at}
+        fresh = blank(folder.name, msgspec.to_builtins(drill), clock()) | {
+            "started_by": started_by, "due_at": due_at, "node": _node(folder)}
         self.data: dict[str, Any] = load(folder) or fresh
         self.save()
 
@@ -82,11 +83,20 @@ class Record:
             store(self._folder, self.data)
 
 
+def _node(folder: Path) -> str | None:
+    """Where it runs, as whoever made the folder wrote it into the ledger."""
+    with suppress(OSError):
+        node = next((entry.data.get("node") for entry in ledger.read(folder)), None)
+        return None if node is None else str(node)
+    return None
+
+
 def blank(run: str, definition: Mapping[str, Any], planned_at: float) -> dict[str, Any]:
     """The record of a run of which nothing is known but that it was planned."""
     return {
         "schema": SCHEMA, "run": run, "drill": dict(definition), "definition_hash": hash_of(definition),
-        "started_by": "unknown", "due_at": None, "planned_at": planned_at, "started_at": None, "ended_at": None,
+        "node": None, "started_by": "unknown", "due_at": None, "planned_at": planned_at, "started_at": None,
+        "ended_at": None,
         "state": State.PLANNED, "verdict": Verdict.ABORTED, "why": UNFINISHED, "plan": None, "guards": [],
         "timeline": [], "rows": [], "times": {}, "impact": {}, "replicas": [], "spans": {}, "samples": [],
         "transitions": [], "left": [], "tocsin": _version(),
@@ -107,6 +117,7 @@ def store(folder: Path, told: Mapping[str, Any]) -> None:
     aside.write_bytes(msgspec.json.encode(told))
     aside.replace(folder / "run.json")
     report.write(folder, told)
+    owner.give(folder)
 
 
 def load(folder: Path) -> dict[str, Any] | None:

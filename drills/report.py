@@ -91,6 +91,11 @@ def earlier_runs(record: Map, folder: Path) -> list[dict[str, Any]]:
     return [r for r in _loaded(near) if _map(r.get("drill")).get("name") == name and _began(r) <= _began(record)]
 
 
+def _was_held(run: Map) -> bool:
+    """Whether a run was more than a refusal: of these there may be one a day, and they compare with nothing."""
+    return run.get("verdict") not in (Verdict.SKIPPED, Verdict.DEFERRED)
+
+
 def _literal(text: str) -> str:
     return "".join(f"[{c}]" if c in "*?[" else c for c in text.replace("/", ""))
 
@@ -128,7 +133,8 @@ def view(record: Map, folder: Path) -> dict[str, Any]:
         "evidence": [row for row in rows if row["name"] in EVIDENCE],
         "must_holds": [row for row in rows if row["name"] not in EVIDENCE],
         "impact": _impact(record, counted), "replicas": replicas, "findings": findings(record, rows),
-        "actions": actions(record, earlier), "comparison": [_summary(r) for r in [*earlier[-EARLIER_SHOWN:], record]],
+        "actions": actions(record, earlier),
+        "comparison": [_summary(r) for r in [*filter(_was_held, earlier), record][-EARLIER_SHOWN - 1:]],
         "reproduce": {"command": f"tocsin drill run {_map(record.get('drill')).get('name', UNKNOWN)}",
                       "definition": definition.as_written(_map(record.get("drill")))},
         "samples": _maps(record.get("samples"))[-3:], "transitions": _maps(record.get("transitions")),

@@ -27,7 +27,7 @@ from agent.config import Config, load_all, slo_for
 from agent.model import Rule
 from agent.signals import CATALOGUE
 from agent.strict import ConfigErrors
-from drills import guards, hit, holder, in_pod, lease, ledger, lock, pod_watch, prober, proc, tell, watch
+from drills import guards, hit, holder, in_pod, lease, ledger, lock, owner, pod_watch, prober, proc, tell, watch
 from drills.cluster import Cluster, ClusterError, configured
 from drills.config import FEWEST_REQUESTS, drills_of, own_time_s
 from drills.faults.table import FAULTS
@@ -608,21 +608,27 @@ def is_drilled(drill: Drill, node: str | None, subject: str) -> bool:
 
 
 def create(root: Path, drill: Drill, run_id: str, *, started_by: str, config_path: Path | None,
-           due_at: float | None = None) -> Path:
-    """The folder of a new run, with its header in the ledger. Raises OSError."""
+           due_at: float | None = None, node: str | None = None) -> Path:
+    """The folder of a new run, with its header in the ledger; begun by root, it is drilld's too. Raises OSError."""
     folder = root / "runs" / run_id
-    header = {"drill": drill.name, "started_by": started_by, "due_at": due_at,
+    owner.make_folder(root)
+    owner.make_folder(folder.parent)
+    header = {"drill": drill.name, "started_by": started_by, "due_at": due_at, "node": node,
               "config": None if config_path is None else str(config_path)}
     ledger.Ledger.create(folder, header).close()
+    owner.give(folder)
     return folder
 
 
-def write_skipped(folder: Path, drill: Drill, why: str, due_at: float, clock: Callable[[], float]) -> None:
-    """A run that will not be: SKIPPED in its ledger and its report. Raises OSError."""
+def write_refused(folder: Path, drill: Drill, verdict: Verdict, why: str, clock: Callable[[], float]) -> None:
+    """A run that will not be, or not now: SKIPPED or DEFERRED in its ledger and its report. Raises OSError."""
+    header = ledger.read(folder)[0].data
     open_ledger = ledger.Ledger.open(folder)
-    open_ledger.write(State.SKIPPED, why=why)
+    open_ledger.write(State(verdict.value), why=why)
     open_ledger.close()
-    Record(folder, drill, clock, started_by="schedule", due_at=due_at).finish(Verdict.SKIPPED, why)
+    told = Record(folder, drill, clock, started_by=str(header["started_by"]), due_at=header["due_at"])
+    told.data["state"] = State(verdict.value)
+    told.finish(verdict, why)
 
 
 def execute(folder: Path, *, accept_unknown_budget: bool = False) -> Verdict:
@@ -635,8 +641,15 @@ def execute(folder: Path, *, accept_unknown_budget: bool = False) -> Verdict:
     run = Run(folder, drill, config, rules.rules, started_by=str(header.get("started_by", "unknown")),
               due_at=header.get("due_at"))
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda got, _: run.abort(f"aborted by {signal.Signals(got).name}"))
-    return run.execute(accept_unknown_budget=accept_unknown_budget)
+        signal.signal(signum, lambda got, _: run.abort(
+            f"aborted by {ledger.aborted_by(folder) or signal.Signals(got).name}"))
+    try:
+        return run.execute(accept_unknown_budget=accept_unknown_budget)
+    finally:
+        by = ledger.aborted_by(folder)
+        if by:
+            with suppress(OSError):
+                run.ledger.note(aborted_by=by)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

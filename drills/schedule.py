@@ -23,7 +23,7 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.base import BaseTrigger
 from apscheduler.triggers.date import DateTrigger
 
-from drills import cron, ledger
+from drills import cron, ledger, owner
 from drills.lock import RUNS
 from drills.model import Drill, Schedule, Verdict
 
@@ -32,8 +32,18 @@ log = structlog.get_logger()
 BOOK = "schedule.json"
 MOST_DUES = 2_000  # counted one by one, after a long stop
 DAY_S = 86_400.0
+MOST_NOES = 40  # different ones, of one drill that is owed
 LOOK_AGAIN_S = 300.0  # also when nothing is to come: a clock was set, a host slept
 NOT_RUN = frozenset({Verdict.SKIPPED, Verdict.DEFERRED})
+
+
+@dataclass(frozen=True, slots=True)
+class No:
+    """What said no, and when first and last."""
+
+    why: str
+    first_at: float
+    last_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,7 @@ class Owed:
     due_at: float  # the latest time that one run will stand for
     tried_at: float | None = None
     why: str = ""  # what said no to the last try
+    noes: tuple[No, ...] = ()  # what said no to all of them, each once
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +132,7 @@ def decide(
     if active is not None:
         return Step("skip", now, f"its run {active} has not ended yet")
     if now >= ends:
-        return Step("skip", now, f"not once in {schedule.grace_s / DAY_S:g} d; last: {owed.why or 'never tried'}")
+        return Step("skip", now, f"not once in {schedule.grace_s / DAY_S:g} d: {_noes_text(owed)}")
     slot = owed.due_at if owed.tried_at is None else cron.daily(schedule, owed.due_at, owed.tried_at)
     start = slot + jitter_s(schedule, run_id(drill.name, slot, node), slot)
     if now < start:
@@ -137,9 +148,26 @@ def decide(
 
 def tried(seen: Seen, now: float, verdict: Verdict, why: str) -> Seen:
     """What is remembered after a try: a no leaves it owed, everything else is a verdict."""
-    if verdict in NOT_RUN:
-        return seen if seen.owed is None else replace(seen, owed=replace(seen.owed, tried_at=now, why=why))
-    return replace(seen, owed=None, verdict_at=now)
+    if verdict not in NOT_RUN:
+        return replace(seen, owed=None, verdict_at=now)
+    if seen.owed is None:
+        return seen
+    return replace(seen, owed=replace(seen.owed, tried_at=now, why=why, noes=_more(seen.owed.noes, why, now)))
+
+
+def _more(noes: Sequence[No], why: str, now: float) -> tuple[No, ...]:
+    """One more no: the same again is later only. Of very many the first and the latest stay."""
+    before = next((no for no in noes if no.why == why), None)
+    others = [no for no in noes if no is not before]
+    found = [*others, No(why, now if before is None else before.first_at, now)]
+    return (*found[:1], *found[1:][-(MOST_NOES - 1):])
+
+
+def _noes_text(owed: Owed) -> str:
+    """All reasons with their times, the latest last."""
+    noes = owed.noes or ((No(owed.why, owed.tried_at, owed.tried_at),) if owed.why and owed.tried_at else ())
+    times = ((no, f"{_utc(no.first_at)}{f' to {_utc(no.last_at)}' if no.last_at > no.first_at else ''}") for no in noes)
+    return "; ".join(f"{no.why} ({when})" for no, when in times) or "never tried"
 
 
 def in_turn(seen: Mapping[str, Seen], names: Iterable[str]) -> list[str]:
@@ -221,6 +249,7 @@ class Hands:
 
     run: Callable[[Drill, str, float], tuple[Verdict, str]]  # (drill, run id, due at) -> how it ended, after its end
     skip: Callable[[Drill, str, float, str], None]  # (drill, run id, due at, why): write a run that is SKIPPED
+    defer: Callable[[Drill, str, float, str], None]  # the same, DEFERRED: it is tried again
     active: Callable[[str], str | None]  # a drill's run that has not ended, whoever started it
     last_run_at: Callable[[], float | None]  # when a fault was last in on this node
 
@@ -243,8 +272,9 @@ class Timetable:
         )
         self.load(drills)
 
-    def load(self, drills: Sequence[Drill]) -> None:
-        """Take these drills from now on; a run that is under way goes on. Starts nothing."""
+    def load(self, drills: Sequence[Drill], min_gap_s: float | None = None) -> None:
+        """Take these drills, and this gap between two of them, from now on; a run under way goes on. Starts nothing."""
+        self._min_gap_s = self._min_gap_s if min_gap_s is None else min_gap_s
         self._drills = {drill.name: drill for drill in drills if drill.schedule is not None and drill.enabled}
         for job in self._scheduler.get_jobs():
             if job.id.startswith("due "):
@@ -311,6 +341,7 @@ class Timetable:
         assert seen.owed is not None  # noqa: S101
         if step.kind == "defer":
             log.info("drill_deferred", drill=drill.name, why=step.why, until=_utc(step.at))
+            self._hands.defer(drill, run_id(drill.name, now, self._node), seen.owed.due_at, step.why)
             self.book[drill.name] = tried(seen, now, Verdict.DEFERRED, step.why)
         elif step.kind == "skip":
             self._skip(drill, now, seen.owed.due_at, step.why)
@@ -328,7 +359,7 @@ class Timetable:
         self._remember()
         verdict, why = self._hands.run(drill, run_id(drill.name, now, self._node), seen.owed.due_at)
         log.info("drill_tried", drill=drill.name, verdict=verdict, why=why)
-        self.book[drill.name] = tried(self.book[drill.name], self._clock(), verdict, why)
+        self.book[drill.name] = tried(seen, self._clock(), verdict, why)
         self._remember()
 
     def _remember(self) -> None:
@@ -348,13 +379,14 @@ def read_book(root: Path) -> dict[str, Seen]:
 
 def write_book(root: Path, book: Mapping[str, Seen]) -> None:
     """Remember it, whole or not at all. Raises OSError."""
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    owner.make_folder(root)
     aside = root / f".{BOOK}"
     with aside.open("wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(book), indent=1))
         file.flush()
         os.fsync(file.fileno())
     aside.replace(root / BOOK)
+    owner.give(root / BOOK)
 
 
 def history_of(root: Path) -> list[Past]:

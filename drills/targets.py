@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Iterable, Mapping, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -41,6 +43,8 @@ RESERVED_NAMES: Mapping[str, str] = {
     "systemd-resolve": "DNS",
     "unbound": "DNS",
 }
+# What these do to a service, they can do from its client's side.
+REMOTE_FAULTS = frozenset({"packet-loss", "upstream-timeout"})
 _OURS = re.compile(r"(agent|drills)(\.\w+)+")
 _CORE = re.compile(r"(VLLM::EngineCore|sglang::scheduler)")
 _WORKER = re.compile(r"(VLLM::Worker|sglang::scheduler)")
@@ -52,23 +56,92 @@ _RANK = re.compile(r"([DPT]P)(\d+)")
 
 
 def reserved_ports(config: Config) -> dict[int, str]:
-    """Ports of this node that no drill may touch: the fixed ones, the agent's own and the alert path's."""
+    """Ports that no drill may touch: the fixed ones, the agent's own and the alert path's.
+
+    Of an alert path on another machine only that address is meant: its port is reserved where a drill reaches there.
+    """
     found = dict(RESERVED_PORTS)
     api = os.environ.get("KUBERNETES_SERVICE_PORT", "")
     if api.isdigit():
         found[int(api)] = "the Kubernetes API"
     found[int(config.listen.rpartition(":")[2])] = "the agent"
-    for channel in config.notify:
-        urls: list[str | None] = []
-        if channel.alertmanager is not None:
-            urls += channel.alertmanager.urls
-        if channel.webhook is not None:
-            urls.append(channel.webhook.url)
-        for url in urls:
-            port = urlsplit(url or "").port
-            if port is not None:
+    for host, port in alert_path(config):
+        if is_here(host, config.node):
+            found[port] = "the alert path"
+            continue
+        for other, number in _drilled_elsewhere(config):
+            if number == port and other == host:
                 found[port] = "the alert path"
+            elif number == port and _is_address(other) != _is_address(host):  # no name is asked for here
+                found.setdefault(port, f"the alert path, if {host} is {other}")
     return found
+
+
+def alert_path(config: Config) -> list[tuple[str, int]]:
+    """Host and port of each Alertmanager and webhook that alerts go to, as far as the configuration itself says."""
+    urls: list[str] = []
+    for channel in config.notify:
+        urls += channel.alertmanager.urls if channel.alertmanager is not None else ()
+        urls += [channel.webhook.url] if channel.webhook is not None and channel.webhook.url else ()
+    return [(host_of(url), _port_of(url)) for url in urls]
+
+
+def host_of(url: str) -> str:
+    """The host of an address, in the one way in which it is compared."""
+    host = (urlsplit(url).hostname or "").rstrip(".")
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def _port_of(url: str) -> int:
+    return urlsplit(url).port or (443 if urlsplit(url).scheme == "https" else 80)
+
+
+def is_here(host: str, node: str | None) -> bool:
+    """Whether a host, as from `host_of`, is this machine. A name that is not its own is another: none is asked for."""
+    if not _is_address(host):
+        own = {one.lower() for one in (socket.gethostname(), node or "") if one}
+        return host in {"", "localhost", *own, *(one.partition(".")[0] for one in own)} or host.endswith(".localhost")
+    address = ip_address(host)
+    if address.is_loopback or address.is_unspecified:
+        return True
+    with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as tried:
+        try:
+            tried.bind((host, 0))  # sends nothing, and only an address of our own can be had
+        except OSError:
+            return False
+    return True
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _drilled_elsewhere(config: Config) -> list[tuple[str, int]]:
+    """Host and port of each service that a drill reaches over the network, where these are another machine's."""
+    from agent.config import target_name
+
+    engines = {target_name(engine): engine.url for engine in config.engines}
+    found: list[tuple[str, int | None]] = []
+    for target in (drill.target for drill in config.drills if drill.fault in REMOTE_FAULTS):
+        url = engines.get(target.engine or "", "")
+        if target.upstream is not None:
+            found.append((host_of(_url(target.upstream[0])), target.upstream[1]))
+        elif url or target.address:
+            host = host_of(_url(target.address)) if target.address else host_of(url)
+            found.append((host, _port_of(url) if url else target.port))
+    return [(host, port) for host, port in found if port is not None and not is_here(host, config.node)]
+
+
+def _url(host: str) -> str:
+    return f"//[{host}]" if ":" in host else f"//{host}"
 
 
 def refuse(port: int, reserved: Mapping[int, str] | None = None) -> None:

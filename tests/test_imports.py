@@ -139,7 +139,7 @@ MAY_IMPORT: dict[str, Row] = {
         " drills.ledger drills.lock drills.model drills.targets drills.watch",
         "concurrent http os pathlib requests",
     ),
-    "drills.schedule": Row("drills drills.cron drills.ledger drills.lock drills.model", WORLD),
+    "drills.schedule": Row("drills drills.cron drills.ledger drills.lock drills.model drills.owner", WORLD),
     "drills.cluster": Row("", WORLD),
     "drills.in_pod": Row(
         "drills drills.cluster drills.faults.pod_kill drills.gpu drills.model drills.pods drills.proc", WORLD
@@ -148,7 +148,7 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.pods": Row("drills.cluster", "random"),
     "drills.pod_watch": Row("drills drills.cluster drills.pods drills.watch", WORLD),
     "drills.faults.pod_kill": Row("drills drills.cluster drills.model drills.pods", WORLD),
-    "drills.lock": Row("drills drills.ledger drills.model", "fcntl os pathlib"),
+    "drills.lock": Row("drills drills.ledger drills.model drills.owner", "fcntl os pathlib"),
     "drills.proxy": Row("", WORLD),
     "drills.old_connections": Row("drills.proxy", WORLD),
     "drills.faults.upstream_timeout": Row(
@@ -158,8 +158,9 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.faults": Row(),
     "drills.proc": Row("drills.model", WORLD),
     "drills.ledger": Row("drills.model drills.proc", WORLD),
-    "drills.targets": Row("agent.config drills.model drills.proc drills", "os pathlib"),
-    "drills.heal": Row("drills drills.ledger drills.model drills.proc drills.strays drills.undo", WORLD),
+    "drills.owner": Row("", "os pathlib stat"),
+    "drills.targets": Row("agent.config drills.model drills.proc drills", "os pathlib socket"),
+    "drills.heal": Row("drills drills.ledger drills.model drills.owner drills.proc drills.strays drills.undo", WORLD),
     "drills.strays": Row("drills drills.model drills.nft drills.proc", WORLD),
     "drills.undo": Row("drills.faults.table drills.ledger drills.model", WORLD),
     "drills.holder": Row("drills.faults.table drills.ledger drills.model drills.proc drills.undo", WORLD),
@@ -187,26 +188,28 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.faults.slow_rank": Row("drills drills.gpu drills.model", WORLD),
     "drills.watch": Row("agent.client drills.judge", WORLD),
     "drills.tell": Row("agent agent.client drills.model", "pathlib"),
-    "drills.record": Row("drills drills.judge drills.model drills.report", "importlib msgspec pathlib"),
+    "drills.record": Row(
+        "drills drills.judge drills.ledger drills.model drills.owner drills.report", "importlib msgspec pathlib"
+    ),
     "drills.history": Row("drills drills.ledger drills.model drills.record", WORLD),
     "drills.unit": Row("drills.model", "pathlib"),
     "drills.hit": Row("agent.config drills drills.proc"),
     "drills.runner": Row(
         "agent agent.client agent.config agent.model agent.signals agent.strict drills drills.cluster drills.config"
         " drills.faults.table drills.guards drills.hit drills.holder drills.in_pod drills.judge drills.ledger"
-        " drills.lease drills.lock drills.model drills.pod_watch drills.prober drills.proc drills.record drills.targets"
-        " drills.tell drills.watch", WORLD
+        " drills.lease drills.lock drills.model drills.owner drills.pod_watch drills.prober drills.proc drills.record"
+        " drills.targets drills.tell drills.watch", WORLD
     ),
     "drills.daemon": Row(
-        "agent agent.config agent.model agent.sdnotify agent.signals agent.strict drills drills.cluster drills.config"
-        " drills.heal drills.history drills.ledger drills.lease drills.lock drills.model drills.record drills.runner"
-        " drills.schedule drills.tell", WORLD
+        "agent agent.client agent.config agent.model agent.sdnotify agent.signals agent.strict drills drills.cluster"
+        " drills.config drills.heal drills.history drills.ledger drills.lease drills.lock drills.model drills.owner"
+        " drills.record drills.report drills.runner drills.schedule drills.tell", WORLD
     ),
     "drills.cli": Row(
         "agent agent.client agent.config agent.signals agent.strict drills drills.config drills.daemon"
         " drills.faults.table drills.guards drills.heal drills.history drills.in_pod drills.lock drills.model"
         " drills.record drills.report drills.runner drills.schedule drills.targets drills.tell drills.unit",
-        "getpass json msgspec os pathlib sys time traceback typer",
+        "getpass json msgspec os pathlib structlog sys time traceback typer",
     ),
 }
 # The agent's client, nouns and configuration file, and the catalogue by which rules are checked; never its inside.

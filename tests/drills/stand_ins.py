@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -88,6 +90,68 @@ def tmpfs(folder: Path, size: str) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", str(folder)], check=True)
+
+
+NOBODY = 65534
+
+
+@contextmanager
+def open_folder() -> Iterator[Path]:
+    """A folder of root's that others may look into, unlike pytest's own."""
+    from tests.needs import need
+
+    need("root")
+    with tempfile.TemporaryDirectory(prefix="tocsin-test-", dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """To files and sockets this thread is another user, without root's rights."""
+    libc = ctypes.CDLL(None)
+    libc.setfsgid(NOBODY)
+    libc.setfsuid(NOBODY)
+    try:
+        yield
+    finally:
+        libc.setfsuid(0)
+        libc.setfsgid(0)
+
+
+# A runner that ends in good order when it is told to, if it heeds that.
+RUNNER = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import msgspec
+from drills import ledger, proc
+from drills.model import State
+folder, heeds = Path(sys.argv[1]), sys.argv[2] == "heeds"
+opened = ledger.Ledger.open(folder)
+opened.note(runner=msgspec.to_builtins(proc.identify(os.getpid())))
+told = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: told.set() if heeds else None)
+opened.write(State.BASELINE)
+print("up", flush=True)
+told.wait(60.0)
+time.sleep(0.2)
+opened.write(State.REVERTED)
+opened.write(State.REPORTED, by=ledger.aborted_by(folder))
+sys.exit(5)
+"""
+
+
+@contextmanager
+def runner_of(folder: Path, *, heeds: bool = True) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that runs a run, as far as its ledger tells."""
+    command = [sys.executable, "-c", RUNNER, str(folder), "heeds" if heeds else "not"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"up\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def new_run(root: Path, plan: Plan) -> tuple[Path, Ledger]:

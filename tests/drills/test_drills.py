@@ -157,8 +157,16 @@ def aborted_by_hand(folder: Path) -> Story:
         aborted = made.tocsin("drill", "abort")
         running.join()
         listed = made.tocsin("drill", "history", "--json")
+        after = made.engines["a"].states()
+        running = threading.Thread(target=lambda: told.append(
+            made.tocsin("drill", "run", "hang", "--accept-unknown-budget", "--json")))  # fmt: skip
+        running.start()
+        made.wait_running("fault proven")
+        healed = made.tocsin("drill", "heal", "--json")
+        running.join()
         return Story([], {"told": told[0], "second": second, "hung": hung, "aborted": aborted, "listed": listed,
-                          "after": made.engines["a"].states()})  # fmt: skip
+                          "after": after, "healed": healed, "told_healed": told[1],
+                          "after_heal": made.engines["a"].states()})  # fmt: skip
 
 
 def another_page(folder: Path) -> Story:
@@ -456,15 +464,26 @@ def test_aborted_by_another_page(story: Story) -> None:
 
 
 def test_aborted_by_hand(story: Story) -> None:
-    """`tocsin drill run` waits for drilld's verdict, another run is refused meanwhile, and `abort` ends the fault."""
+    """`tocsin drill run` waits for drilld's verdict, another run is refused meanwhile, and `abort` ends the fault.
+
+    So does `heal`, and leaves a whole report too. Each report names who it was.
+    """
     seen = story.seen
     told = json.loads(seen["told"].stdout)
     assert (seen["told"].returncode, told["verdict"]) == (5, "ABORTED"), seen["told"].stderr
-    assert "is under way" in seen["second"].stderr
-    assert seen["second"].returncode == 2
+    assert "aborted by root (uid 0)" in told["why"]
+    assert "is under way" in seen["second"].stdout
+    assert seen["second"].returncode == 6
     assert seen["aborted"].stdout == f"{told['run']} ends\n"
-    assert [row["run"] for row in json.loads(seen["listed"].stdout)] == [told["run"]]
+    own, refused = json.loads(seen["listed"].stdout)
+    assert (own["run"], refused["verdict"]) == (told["run"], "SKIPPED")
     assert "t" in seen["hung"] and "t" not in seen["after"]  # noqa: PT018  (before and after)
+    assert seen["healed"].returncode == 0, seen["healed"].stderr
+    assert json.loads(seen["healed"].stdout) == {"left": [], "released": []}
+    told = json.loads(seen["told_healed"].stdout)
+    assert (seen["told_healed"].returncode, told["verdict"]) == (5, "ABORTED"), seen["told_healed"].stderr
+    assert "aborted by root (uid 0), by heal" in told["why"]
+    assert "t" not in seen["after_heal"]
 
 
 def test_loss_of_10_percent(story: Story) -> None:

@@ -18,13 +18,27 @@ import pytest
 from agent import client
 from agent.config import load_config
 from drills import daemon, lock, proc, record, runner, tell
+from drills import heal as heal_module
 from drills.faults.table import FAULTS
 from drills.heal import heal, is_clean
 from drills.holder import HolderError
 from drills.ledger import Entry, Ledger, last_state, read
 from drills.model import Drill, Left, Plan, ProcessId, State
 from tests.drills.netns import NEEDS, lab
-from tests.drills.stand_ins import HOLDER, MARKER, ROOT, arm, engine, new_run, tmpfs, wait_for
+from tests.drills.stand_ins import (
+    HOLDER,
+    MARKER,
+    NOBODY,
+    ROOT,
+    arm,
+    as_nobody,
+    engine,
+    new_run,
+    open_folder,
+    runner_of,
+    tmpfs,
+    wait_for,
+)
 from tests.drills.test_process_faults import may_trace
 from tests.needs import need
 
@@ -190,9 +204,79 @@ def test_a_live_run_is_ended_first(tmp_path: Path, finished: Finished) -> None:
             wait_for(lambda: last_state(read(tmp_path / "runs" / run)) == State.PROVEN, 10.0)
             assert "t" in proc.threads(stub.core.pid).values()
             assert healed(tmp_path / "runs", finished) == []
-            assert runner.wait(30) == -signal.SIGKILL
+            assert runner.wait(30) == -signal.SIGTERM
         assert stub.runs_on()
         assert [(name, last_state(entries)) for name, entries, _ in finished] == [(run, State.PROVEN)]
+
+
+def test_a_live_run_is_aborted_and_has_time_for_its_report(tmp_path: Path, finished: Finished) -> None:
+    """`heal` killed the runner: its report broke off, and users whom a delayed upstream still served were cut off."""
+    folder = tmp_path / "runs" / "d-20261129T210000Z-ab12"
+    Ledger.create(folder, {}).close()
+    with runner_of(folder) as runner:
+        left = heal(tmp_path / "runs", by="ada, by heal",
+                    finish=lambda folder, entries, left: finished.append((folder.name, entries, left)))  # fmt: skip
+        assert left == []
+        assert runner.wait(30) == 5
+    assert [last_state(entries) for _, entries, _ in finished] == [State.REPORTED]
+    assert read(folder)[-2].data == {"by": "ada, by heal"}
+    assert read(folder)[-1].data == {"healed": True, "aborted_by": "ada, by heal"}
+
+
+def test_a_live_run_that_does_not_heed(
+    tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """It hung: asked to end it did not, and after its time it is ended."""
+    monkeypatch.setattr(heal_module, "RUNNER_ENDS_WITHIN_S", 0.3)
+    folder = tmp_path / "runs" / "d-20261129T210000Z-ab12"
+    Ledger.create(folder, {}).close()
+    with runner_of(folder, heeds=False) as runner:
+        assert healed(tmp_path / "runs", finished) == []
+        assert runner.wait(30) == -signal.SIGKILL
+    assert [last_state(entries) for _, entries, _ in finished] == [State.BASELINE]
+
+
+def test_a_fault_that_was_put_in_while_it_was_ended(
+    tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """The ledger was read, the run armed its fault, then it was ended: heal knew of no plan, and called it clean."""
+    root = tmp_path / "runs"
+    folder = root / "d-20261129T210000Z-0000"
+    ledger = Ledger.create(folder, {})
+    file = tmp_path / "fault"
+
+    def ends(folder: Path, entries: list[Entry], by: str) -> list[Left]:
+        plan = MARKER.plan(Drill("d", "marker", params={"file": str(file)}), folder.name)
+        ledger.write(State.ARMED, plan=msgspec.to_builtins(plan))
+        file.touch()
+        return []
+
+    monkeypatch.setattr(heal_module, "end_runner", ends)
+    assert healed(root, finished) == []
+    ledger.close()
+    assert not file.exists()
+
+
+def test_a_run_that_root_keeps_to_itself(finished: Finished) -> None:
+    """One `sudo tocsin drill run --foreground`, and drilld's user could heal nothing any more."""
+    with open_folder() as folder:
+        root = folder / "runs"
+        kept, other = "d-20261128T210000Z-0000", "d-20261129T210000Z-0000"
+        files = [crashed(root, run) for run in (kept, other)]
+        for one in (folder, root, root / other, root / other / "ledger.jsonl"):
+            os.chown(one, NOBODY, NOBODY)
+        with as_nobody():
+            (left,) = healed(root, finished)
+        assert left == Left(f"run {kept}: [Errno 13] Permission denied: '{root / kept}/ledger.jsonl'",
+                            "sudo tocsin drill heal")  # fmt: skip
+        assert [file.exists() for file in files] == [True, False]
+
+        assert healed(root, finished) == []  # by root, who gives it to drilld
+        assert not files[0].exists()
+        assert (root / kept).stat().st_uid == NOBODY
+        with as_nobody():
+            assert healed(root, finished) == []
+        assert finished == []
 
 
 def test_not_before_the_injector_is_gone(tmp_path: Path, finished: Finished) -> None:

@@ -18,7 +18,15 @@ from typing import Any
 
 import pytest
 
-from agent.config import AlertmanagerConfig, Config, NotifyConfig, WebhookConfig
+from agent.config import (
+    AlertmanagerConfig,
+    Config,
+    DrillConfig,
+    DrillTarget,
+    EngineConfig,
+    NotifyConfig,
+    WebhookConfig,
+)
 from drills import proc, targets
 from drills.faults.engine_hang import FAULT as HANG
 from drills.faults.process_kill import FAULT as KILL
@@ -290,6 +298,32 @@ def test_ports_of_the_alert_path() -> None:
     }  # fmt: skip
     assert (found[22], found[53], found[6443]) == ("ssh", "DNS", "the Kubernetes API")
     assert 8000 not in found
+
+
+@pytest.mark.parametrize(
+    ("story", "url", "why"),
+    [
+        ("another machine's", "http://pager.internal:8000/hook", None),
+        ("another machine's, by address", "http://192.0.2.7:8000", None),
+        ("this one's, by its name", f"http://{socket.gethostname().upper()}:8000", "the alert path"),
+        ("this one's, by the node's name", "http://gpu-17:8000", "the alert path"),
+        ("this one's, by an address", "http://127.0.0.2:8000", "the alert path"),
+        ("this one's, as IPv6 tells IPv4", "http://[::ffff:127.0.0.1]:8000", "the alert path"),
+        ("drilled over the network", "http://llm-9.internal:8000", "the alert path"),
+        ("perhaps drilled over the network", "http://192.0.2.9:8000",
+         "the alert path, if 192.0.2.9 is llm-9.internal"),
+    ],
+)  # fmt: skip
+def test_the_port_of_an_alert_path_elsewhere(story: str, url: str, why: str | None) -> None:
+    """The pager of the fleet listened on 8000, so no engine on 8000 of any node could be drilled."""
+    target = DrillTarget(upstream=("llm-9.internal", 8000) if "llm-9" in f"{why}{url}" else ("a.internal", 80))
+    config = Config(
+        node="gpu-17.example.org",
+        notify=(NotifyConfig(webhook=WebhookConfig(url=url)),),
+        engines=(EngineConfig(url="http://127.0.0.1:8000", name="llama"),),
+        drills=(DrillConfig(name="slow", fault="upstream-timeout", target=target),),
+    )
+    assert targets.reserved_ports(config).get(8000) == why, story
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,21 @@ def test_refused_runs_have_one_too(tmp_path: Path) -> None:
     assert read(folder)["findings"]["badly"] == []
 
 
+def test_refusals_compare_with_nothing(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Put off for six days, a run was compared with six refusals and with no run."""
+    for run in runs:
+        (tmp_path / run.name).symlink_to(run)
+    for day in range(2, 8):
+        refused = tmp_path / f"monthly-loss-2026120{day}T085800Z-0000"
+        refused.mkdir()
+        record = Record(refused, DRILL, lambda: T + 86400, started_by="schedule")
+        record.finish(Verdict.DEFERRED, "pages: engine-down on a")
+    last = tmp_path / "monthly-loss-20261209T085800Z-02cc"
+    last.mkdir()
+    Record(last, DRILL, lambda: T + 8 * 86400, started_by="schedule").finish(Verdict.PASS, "")
+    assert [row["run"] for row in read(last)["comparison"]] == [*(run.name for run in runs), last.name]
+
+
 def test_c094_what_is_left_comes_with_its_commands(runs: tuple[Path, Path], tmp_path: Path) -> None:
     """"Clean-up failed", said the report; which command ends it had to be found out at night."""
     left = Left("table inet tocsin_0badcafe", "nsenter --net=/run/netns/a nft delete table inet tocsin_0badcafe")

@@ -231,7 +231,8 @@ def test_a_no_is_tried_again_each_day_at_its_hour_until_grace_ends() -> None:
     assert seen.owed is not None
     assert step(drill, seen.owed, "2026-12-03T12:00Z") == Step("wait", at("2026-12-04T09:00Z"))
     assert step(drill, seen.owed, "2026-12-04T09:00Z") == Step(
-        "skip", at("2026-12-04T09:00Z"), "not once in 3 d; last: lock: held by run a"
+        "skip", at("2026-12-04T09:00Z"), "not once in 3 d: pages: engine-down on a fires on this node"
+        " (2026-12-01 09:00Z); lock: held by run a (2026-12-03 09:00Z)"
     )
     assert schedule.tried(seen, 9.0, Verdict.FAIL, "").owed is None
     assert schedule.tried(seen, 9.0, Verdict.FAIL, "").verdict_at == 9.0
@@ -402,7 +403,9 @@ class Life:
         self.ran: list[tuple[str, float]] = []
         self.skipped: list[tuple[str, str]] = []
         self.changed = threading.Event()
-        self.hands = Hands(self.run, self.skip, lambda name: None, lambda: None)
+        self.deferred: list[tuple[str, str]] = []
+        self.last_run_at: float | None = None
+        self.hands = Hands(self.run, self.skip, self.defer, lambda name: None, lambda: self.last_run_at)
 
     def run(self, drill: Drill, run: str, due_at: float) -> tuple[Verdict, str]:
         assert run.startswith(f"{drill.name}-2")
@@ -412,6 +415,10 @@ class Life:
 
     def skip(self, drill: Drill, run: str, due_at: float, why: str) -> None:
         self.skipped.append((drill.name, why))
+
+    def defer(self, drill: Drill, run: str, due_at: float, why: str) -> None:
+        assert run.startswith(f"{drill.name}-2")
+        self.deferred.append((drill.name, why))
 
 
 def test_a_timetable_remembers_over_a_restart(tmp_path: Path) -> None:
@@ -444,8 +451,58 @@ def test_a_refused_drill_waits_for_its_next_hour_and_is_given_up_in_the_end(tmp_
         now[0] += HOUR / 2
 
     assert life.ran == [("net", at("2026-11-29T03:00Z"))] * 3
-    assert life.skipped == [("net", "not once in 3 d; last: pages: engine-down on a")]
+    assert life.skipped == [
+        ("net", "not once in 3 d: pages: engine-down on a (2026-11-29 03:00Z to 2026-12-01 03:00Z)")]
     assert all(later > at("2026-11-29T00:00Z") for later in wanted)
+
+
+def test_each_no_leaves_a_report_and_all_of_them_are_told_in_the_end(tmp_path: Path) -> None:
+    """A month went by without the drill: the window, the gap and a page, of which the report named the last one."""
+    life = Life(lambda name: (Verdict.DEFERRED, "pages: engine-down on a"))
+    drill = daily("0 3 29 * *", grace_s=5 * DAY, window=(180, 300))
+    now = [at("2026-11-29T00:00Z")]
+    table = Timetable([drill], life.hands, root=tmp_path, node="n", min_gap_s=20 * HOUR, clock=lambda: now[0])
+    table.look()
+    for moment, last_run in (
+        ("2026-11-29T06:00Z", None), ("2026-11-30T03:00Z", "2026-11-29T23:00Z"), ("2026-12-01T03:00Z", None),
+        ("2026-12-02T03:00Z", None), ("2026-12-03T06:00Z", None), ("2026-12-04T03:00Z", None),
+    ):  # fmt: skip
+        now[0], life.last_run_at = at(moment), None if last_run is None else at(last_run)
+        table = Timetable([drill], life.hands, root=tmp_path, node="n", min_gap_s=20 * HOUR, clock=lambda: now[0])
+        table.look()
+
+    closed = "06:00 is outside the window 03:00-05:00 UTC"
+    gap = "another drill ran 4.0 h ago; drill_guards.min_gap is 20 h"
+    assert [why for _, why in life.deferred] == [closed, gap, closed]
+    assert len(life.ran) == 2
+    ((_, why),) = life.skipped
+    assert why == (f"not once in 5 d: {gap} (2026-11-30 03:00Z); pages: engine-down on a (2026-12-01 03:00Z to"
+                   f" 2026-12-02 03:00Z); {closed} (2026-11-29 06:00Z to 2026-12-03 06:00Z)")  # fmt: skip
+
+
+def test_of_very_many_noes_the_first_and_the_latest_are_kept() -> None:
+    """Each minute another text, for 20 days: schedule.json must not grow with it."""
+    seen = Seen("", 0, 0, Owed(1.0, 1.0))
+    for n in range(100):
+        seen = schedule.tried(seen, 100.0 + n, Verdict.DEFERRED, f"no {n}")
+    assert seen.owed is not None
+    assert len(seen.owed.noes) == schedule.MOST_NOES
+    assert [seen.owed.noes[n].why for n in (0, 1, -1)] == ["no 0", "no 61", "no 99"]
+
+
+def test_the_gap_of_a_new_configuration(tmp_path: Path) -> None:
+    """SIGHUP with a shorter drill_guards.min_gap: the drill waited for the old one all the same."""
+    life, drill = Life(), daily()
+    now = [at("2026-11-28T12:00Z")]
+    table = Timetable([drill], life.hands, root=tmp_path, node="n", min_gap_s=20 * HOUR, clock=lambda: now[0])
+    table.look()
+    now[0], life.last_run_at = at("2026-11-29T03:00Z"), at("2026-11-29T01:00Z")
+
+    table.load([drill], HOUR)
+    table.look()
+
+    assert life.deferred == []
+    assert len(life.ran) == 1
 
 
 def test_a_crash_in_the_middle_of_a_run_starts_none_at_once(tmp_path: Path) -> None:
