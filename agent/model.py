@@ -183,6 +183,7 @@ SAMPLES: Mapping[str, Kind] = {
     "down": "gauge",  # 1: refused, reset or /health 5xx at this read; 0: it answered
     "slow": "gauge",  # 1: timed out at this read
     "rung": "gauge",  # how far the ladder was climbed: 0 nothing, 1 TCP, 2 /health, 3 /metrics
+    "connections": "gauge",  # to its port, but for our own; only where this machine's table shows them
     # of a router (subject: the router); shares per replica have the replica's address, as it names it, as key
     "router_requests": "counter",  # arrived or completed, as its map says
     "router_errors": "counter",  # key: kind of error

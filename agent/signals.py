@@ -1071,18 +1071,32 @@ def engine_stuck(ask: Ask) -> Signal:
     kv = ask.windows.latest(ask.subject, "kv_usage", ask.now)
     flat_limit_s, queue_limit_s = float(ask.rule.params["flat"]), float(ask.rule.params["queue"])
     told = bool(progress_series(ask, ask.subject))  # what tells of no progress is not flat
-    flat_s = held_s(ask, flat_limit_s, lambda runs, waits: runs + waits > 0, flat=True) if told else 0.0
+    vetoed = nobody_is_connected(ask)
+    flat_s = held_s(ask, flat_limit_s, lambda runs, waits: runs + waits > 0, flat=True) if told and not vetoed else 0.0
     routed_s = routed_and_flat_s(ask, flat_limit_s) if told else 0.0
     queue_s = 0.0
     if isinstance(kv, Sample) and kv.value < EMPTY_KV:
         queue_s = held_s(ask, queue_limit_s, lambda runs, waits: waits > 0 and runs <= 0, flat=False)
     value = max(flat_s / flat_limit_s, routed_s / flat_limit_s, queue_s / queue_limit_s)
-    evidence = {"running": running.value, "waiting": waiting.value, "flat_s": flat_s, "waiting_alone_s": queue_s}
+    evidence: dict[str, Any] = {"running": running.value, "waiting": waiting.value, "flat_s": flat_s,
+                                "waiting_alone_s": queue_s}
     evidence |= {"flat_while_routed_s": routed_s} if routed_s else {}
+    evidence |= {"note": "nobody is connected: its gauges are stale"} if vetoed else {}
     if outstanding is not None:
         evidence |= outstanding.evidence
         value = max(value, outstanding.value or 0.0)
     return ask.value(value, at=min(running.at, waiting.at), evidence=evidence)
+
+
+def nobody_is_connected(ask: Ask) -> bool:
+    """Whether no client at all has been connected for 60 s, though some have been seen before: then nothing can run.
+
+    A connection proves nothing (pools keep them), and a table that never showed one may not show them.
+    """
+    assert ask.target is not None  # noqa: S101
+    now = ask.windows.latest(ask.target.name, "connections", ask.now)
+    last = ask.windows.last_over(ask.target.name, "connections", 0.0)
+    return isinstance(now, Sample) and now.value <= 0 and last is not None and ask.now - last >= STALE_S
 
 
 def canary_waits(ask: Ask) -> Signal | None:

@@ -1139,6 +1139,18 @@ def test_requests_in_flight_at_a_router_are_a_witness() -> None:
     assert verdict(ask(elsewhere, "engine-stuck"), "engine-stuck") == "clear"
 
 
+def test_requests_that_run_though_nobody_is_connected_are_a_stale_gauge() -> None:
+    """vllm#22545: running stood at 3 after all clients had gone; nothing can run for nobody, so nobody is woken."""
+    def tells(clients: Callable[[float], float]) -> Windows:
+        return serve(0, 300, lambda at: {"running": 3.0, "generation_tokens": 700.0, "connections": clients(at)})
+
+    gone = at_end(tells(lambda at: 4.0 if at < 60 else 0.0), "engine-stuck", 300)
+    assert verdict(gone, "engine-stuck") == "clear"
+    assert "nobody is connected" in gone.evidence["note"]
+    for story in (lambda at: 4.0, lambda at: 0.0, lambda at: 4.0 if at < 270 else 0.0):  # pools; an odd table; just now
+        assert verdict(at_end(tells(story), "engine-stuck", 300), "engine-stuck") == "breach"
+
+
 def test_errors_are_the_routers_where_it_is_through_it_that_requests_come() -> None:
     """Clients that gave up are 2xx to vLLM; the router in front of it counted 60 of 600 as failed."""
     windows = serve(0, 600, lambda at: {"http.2xx": at, "finished.stop": at})
