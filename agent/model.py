@@ -171,6 +171,7 @@ SAMPLES: Mapping[str, Kind] = {
     "spec_accepted": "counter",  # tokens
     "graph_fallback": "gauge",  # ratio; no stock vLLM tells it
     "graph_passes": "counter",  # decode steps; key: "graph" or "eager", whatever their sizes
+    "steps": "counter",  # steps of the engine: they move while a long answer is written, as tokens do not everywhere
     "rank_seconds": "counter",  # s of compute of each rank; key: rank
     "paused": "gauge",  # requests that were running and had to give way
     "throughput": "gauge",  # tokens/s as the engine works it out: sticks when idle, shown and never judged
