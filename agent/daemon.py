@@ -29,8 +29,9 @@ from agent.node import Node, Setup
 from agent.notifiers import Needs, build_channels, channel_names
 from agent.outbox import Outbox
 from agent.signals import CATALOGUE, Target
-from agent.sources.discovery import DiscoverySource, is_local
+from agent.sources.discovery import DiscoverySource
 from agent.sources.engine import EngineSource
+from agent.sources.fetch import is_local
 from agent.sources.probe import CanarySource
 from agent.sources.router import RouterSource
 from agent.store import Store, StoreError

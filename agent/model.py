@@ -171,6 +171,7 @@ SAMPLES: Mapping[str, Kind] = {
     "spec_accepted": "counter",  # tokens
     "graph_fallback": "gauge",  # ratio; no stock vLLM tells it
     "graph_passes": "counter",  # decode steps; key: "graph" or "eager", whatever their sizes
+    "steps": "counter",  # steps of the engine: they move while a long answer is written, as tokens do not everywhere
     "rank_seconds": "counter",  # s of compute of each rank; key: rank
     "paused": "gauge",  # requests that were running and had to give way
     "throughput": "gauge",  # tokens/s as the engine works it out: sticks when idle, shown and never judged
@@ -183,6 +184,7 @@ SAMPLES: Mapping[str, Kind] = {
     "down": "gauge",  # 1: refused, reset or /health 5xx at this read; 0: it answered
     "slow": "gauge",  # 1: timed out at this read
     "rung": "gauge",  # how far the ladder was climbed: 0 nothing, 1 TCP, 2 /health, 3 /metrics
+    "connections": "gauge",  # to its port, but for our own; only where this machine's table shows them
     # of a router (subject: the router); shares per replica have the replica's address, as it names it, as key
     "router_requests": "counter",  # arrived or completed, as its map says
     "router_errors": "counter",  # key: kind of error

@@ -124,9 +124,8 @@ class Node:
             self.first_at = batch.at
         if batch.engine is not None:
             self._take_engine(batch.engine, batch.at)
-        for reading in batch.readings:
-            if reading.name == "user_requests":
-                self.users[reading.subject] = batch.at
+        if batch.source.startswith("canary:"):
+            self.users |= {reading.subject: batch.at for reading in batch.readings if reading.name == "user_requests"}
         if batch.router is not None:
             self.routers[batch.router.target] = batch.router
         for gpu in batch.gpus or ():

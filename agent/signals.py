@@ -29,8 +29,9 @@ FALL_SHARE = 0.01  # of the floor: free memory that varies by less does not fall
 EMPTY_KV = 0.05  # "near 0"
 NOT_WORTH_IT = 0.15  # prefix-cache hit rate
 HALF = 0.5
-PROGRESS = (("generation_tokens", ""), ("ttft", "count"), ("prompt_tokens", ""))
-FINISHES = ("stop", "length")  # progress too, and all that some engines tell of it
+LIVE = (("generation_tokens", ""), ("itl", "count"), ("steps", ""), ("graph_passes", "graph"),
+        ("graph_passes", "eager"))  # move while an answer is written
+PROGRESS = (*LIVE, ("ttft", "count"), ("prompt_tokens", ""), ("finished", "stop"), ("finished", "length"))
 HW_THERMAL, HW_POWER_BRAKE = 0x40, 0x80  # nvml.h: nvmlClocksEventReasonHwThermalSlowdown, ...HwPowerBrakeSlowdown
 MANY = 720  # failed reads in a row: more are not counted
 
@@ -209,10 +210,14 @@ def progress_at(ask: Ask, subject: str, since: float) -> float | None:
 
 def progress_series(ask: Ask, subject: str) -> list[tuple[str, str, str]]:
     """The (subject, name, key) that move when an engine does its work; none: it tells nothing of the kind."""
-    names = (*PROGRESS, *(("finished", key) for key in FINISHES))
     by = subject if subject != ask.subject else None
-    found = [(by or ask.teller(name), name, key) for name, key in names]
+    found = [(by or ask.teller(name), name, key) for name, key in PROGRESS]
     return [(who, name, key) for who, name, key in found if key in ask.windows.keys_now(who, name)]
+
+
+def is_live(ask: Ask) -> bool:
+    """Whether an engine tells of its work while an answer is written; else one long answer would look like a hang."""
+    return any((name, key) in LIVE for _, name, key in progress_series(ask, ask.subject))
 
 
 def stale(ask: Ask, name: str, value: float) -> Signal | None:
@@ -222,6 +227,8 @@ def stale(ask: Ask, name: str, value: float) -> Signal | None:
         return None
     times = [at for at, _ in ask.windows.history(ask.subject, name, since)]
     if not times or times[-1] - times[0] < STALE_S or progress_at(ask, ask.subject, since) is not None:
+        return None
+    if not progress_series(ask, ask.subject):  # nothing here could have moved
         return None
     return ask.gap(Why.STALE, f"stands at {value:g} for {STALE_S:.0f} s while no counter moves")
 
@@ -1070,19 +1077,33 @@ def engine_stuck(ask: Ask) -> Signal:
         return unanswered(ask) or (outstanding if outstanding is not None and outstanding.value else gone)
     kv = ask.windows.latest(ask.subject, "kv_usage", ask.now)
     flat_limit_s, queue_limit_s = float(ask.rule.params["flat"]), float(ask.rule.params["queue"])
-    told = bool(progress_series(ask, ask.subject))  # what tells of no progress is not flat
-    flat_s = held_s(ask, flat_limit_s, lambda runs, waits: runs + waits > 0, flat=True) if told else 0.0
+    told = is_live(ask)
+    vetoed = nobody_is_connected(ask)
+    flat_s = held_s(ask, flat_limit_s, lambda runs, waits: runs + waits > 0, flat=True) if told and not vetoed else 0.0
     routed_s = routed_and_flat_s(ask, flat_limit_s) if told else 0.0
     queue_s = 0.0
     if isinstance(kv, Sample) and kv.value < EMPTY_KV:
         queue_s = held_s(ask, queue_limit_s, lambda runs, waits: waits > 0 and runs <= 0, flat=False)
     value = max(flat_s / flat_limit_s, routed_s / flat_limit_s, queue_s / queue_limit_s)
-    evidence = {"running": running.value, "waiting": waiting.value, "flat_s": flat_s, "waiting_alone_s": queue_s}
+    evidence: dict[str, Any] = {"running": running.value, "waiting": waiting.value, "flat_s": flat_s,
+                                "waiting_alone_s": queue_s}
     evidence |= {"flat_while_routed_s": routed_s} if routed_s else {}
+    evidence |= {"note": "nobody is connected: its gauges are stale"} if vetoed else {}
     if outstanding is not None:
         evidence |= outstanding.evidence
         value = max(value, outstanding.value or 0.0)
     return ask.value(value, at=min(running.at, waiting.at), evidence=evidence)
+
+
+def nobody_is_connected(ask: Ask) -> bool:
+    """Whether no client at all has been connected for 60 s, though some have been seen before: then nothing can run.
+
+    A connection proves nothing (pools keep them), and a table that never showed one may not show them.
+    """
+    assert ask.target is not None  # noqa: S101
+    now = ask.windows.latest(ask.target.name, "connections", ask.now)
+    last = ask.windows.last_over(ask.target.name, "connections", 0.0)
+    return isinstance(now, Sample) and now.value <= 0 and last is not None and ask.now - last >= STALE_S
 
 
 def canary_waits(ask: Ask) -> Signal | None:

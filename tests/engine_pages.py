@@ -187,6 +187,13 @@ def sglang(version: str, *, ranks: int = 1, dp: int = 0) -> Page:
         def each(value: float) -> dict[tuple[tuple[str, str], ...], float]:
             return {_of(**labels): value for labels in of}
 
+        def split(value: float) -> dict[tuple[tuple[str, str], ...], float]:
+            """With priority scheduling: the total under no priority, and what it is made of beside it."""
+            if v < (0, 5, 12):
+                return each(value)
+            return {_of(**labels, priority=priority): part for labels in of
+                    for priority, part in {"": value, "0": value - 1, "5": 1}.items()}
+
         passes = {"decode_cuda_graph": 19.5, "decode_none": 0.5, "prefill_cuda_graph": 0, "prefill_none": 2}
         seconds = "sglang:forward_execution_seconds_total" if v >= (0, 5, 12) else "sglang:gpu_execution_seconds_total"
         retracted = "sglang:num_retracted_requests_total" if v >= (0, 5, 8) else "sglang:total_retracted_reqs"
@@ -194,8 +201,8 @@ def sglang(version: str, *, ranks: int = 1, dp: int = 0) -> Page:
                   _of(endpoint="/v1/completions", method="POST", status_code="500"): 0.02 * t,
                   _of(endpoint="/health", method="GET", status_code="200"): 50 * t}
         return _page(
-            many("gauge", "sglang:num_running_reqs", each(3)),
-            many("gauge", "sglang:num_queue_reqs", each(2)),
+            many("gauge", "sglang:num_running_reqs", split(3)),
+            many("gauge", "sglang:num_queue_reqs", split(2)),
             many("gauge", "sglang:token_usage", each(0.83)),
             many("gauge", "sglang:cache_hit_rate", each(0.1)),  # of the last batch: not to be used
             many("gauge", "sglang:gen_throughput", each(40 * share)),
@@ -215,6 +222,9 @@ def sglang(version: str, *, ranks: int = 1, dp: int = 0) -> Page:
             _when(v >= (0, 5, 3), histogram("sglang:queue_time_seconds", SGLANG_TTFT, QUEUE, t, **model)),
             total("sglang:prompt_tokens_total", 1000 * t, **model),
             total("sglang:generation_tokens_total", 40 * t, **model),
+            _when(v >= (0, 5, 8), many("counter", "sglang:realtime_tokens_total", {
+                _of(mode=mode, **labels): rate * share * t for labels in of
+                for mode, rate in {"decode": 40, "prefill_compute": 400, "prefill_cache": 600}.items()})),
             _when(v >= (0, 4, 6), total("sglang:cached_tokens_total", 600 * t, **model)),
             _when(v >= (0, 4, 6), total("sglang:num_requests_total", 2 * t, **model)),
             _when(v >= (0, 5, 3), total("sglang:num_aborted_requests_total", 0, **model)),
@@ -292,6 +302,7 @@ def tgi(t: float) -> str:
         gauge("tgi_batch_current_size", 3),
         gauge("tgi_batch_current_max_tokens", 8300),
         gauge("tgi_batch_max_total_tokens", 10000),
+        many("counter", "tgi_batch_inference_count", {_of(method="prefill"): 2 * t, _of(method="decode"): 20 * t}),
         total("tgi_request_count", 2.02 * t, method="generate"),
         total("tgi_request_success", 2 * t, method="generate"),
         many("counter", "tgi_request_failure", {
@@ -315,6 +326,7 @@ def llamacpp(*, with_kv: bool) -> Page:
             total("llamacpp:prompt_tokens_total", (1000 if with_kv else 400) * t),
             total("llamacpp:tokens_predicted_total", 40 * t),
             total("llamacpp:prompt_seconds_total", 0.2 * t),
+            total("llamacpp:n_decode_total", 20 * t),
             total("llamacpp:tokens_predicted_seconds_total", 0.8 * t),
             gauge("llamacpp:predicted_tokens_seconds", 56),
             _when(not with_kv, total("llamacpp:prompt_tokens_cached_total", 600 * t)),

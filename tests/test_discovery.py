@@ -20,12 +20,12 @@ from agent.sources.discovery import (
     DiscoverySource,
     Named,
     engine_of,
-    is_local,
     kind_of_page,
     listening,
     ranks_of,
 )
 from agent.sources.discovery import Process as Seen
+from agent.sources.fetch import is_local
 from rules import severity_of
 from tests.engine_pages import PAGES
 from tests.page_server import PageServer

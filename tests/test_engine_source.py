@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from agent.model import Batch, Gap, Sample, Source, Why
+from agent.sources.connections import foreign
 from agent.sources.engine import EngineSource
 from tests.engine_pages import PAGES, trtllm_json
 from tests.page_server import Fault, PageServer
@@ -100,6 +103,27 @@ def test_we_say_what_we_read(server: PageServer, source: EngineSource) -> None:
     assert "application/openmetrics-text;version=1.0.0" in headers["accept"]
     assert "text/plain;version=0.0.4" in headers["accept"]
     assert headers["accept-encoding"] == "identity"
+
+
+def test_connections_of_others_are_counted_and_not_our_own(server: PageServer) -> None:
+    """Ours to /metrics and /health are there all the time; whether anybody else is tells whether anything can run."""
+    def connections() -> list[float]:
+        source = EngineSource("t", server.url)
+        source.read(1.0)
+        batch = source.read(2.0)
+        source.close()
+        return [r.value for r in batch.readings if isinstance(r, Sample) and r.name == "connections"]
+
+    until(lambda: connections() == [0.0])
+    # a client of another process: what our own process holds is ours, the canary too
+    hold = ("import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])));"
+            " print('ready', flush=True); sys.stdin.read()")
+    command = [sys.executable, "-c", hold, str(server.port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == b"ready\n"
+        until(lambda: connections() == [1.0])
+    assert foreign(9) is None  # nobody listens there, and we hold no connection to it
 
 
 def test_a_url_that_ends_in_metrics_is_the_same_target(server: PageServer) -> None:

@@ -61,8 +61,11 @@ MAY_IMPORT: dict[str, Row] = {
     # The edges, which touch the world.
     "agent.sources": Row(),
     "agent.sources.engine": Row(
-        "agent.engines.pages agent.engines.trtllm_json agent.exposition agent.model agent.sources.fetch", WORLD
+        "agent.engines.pages agent.engines.trtllm_json agent.exposition agent.model agent.sources.connections"
+        " agent.sources.fetch",
+        WORLD,
     ),
+    "agent.sources.connections": Row("", WORLD),
     "agent.sources.fetch": Row("agent.model", WORLD),
     "agent.sources.discovery": Row(
         "agent.engines agent.exposition agent.model agent.sources.fetch", WORLD
@@ -99,8 +102,8 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "agent.daemon": Row(
         "agent.config agent.loop agent.model agent.node agent.notifiers agent.outbox agent.sdnotify agent.signals"
-        " agent.sources.discovery agent.sources.engine agent.sources.nvml agent.sources.probe agent.sources.router"
-        " agent.store agent.strict agent.web.app agent.web.server rules",
+        " agent.sources.discovery agent.sources.engine agent.sources.fetch agent.sources.nvml agent.sources.probe"
+        " agent.sources.router agent.store agent.strict agent.web.app agent.web.server rules",
         WORLD,
     ),
     # The command line, which no daemon imports.

@@ -287,7 +287,8 @@ def test_a_real_page_gives_every_number_that_another_parser_finds() -> None:
     assert value(readings, "kv_blocks") == 8192
     assert value(readings, "process_start") == 1795975177.66
     names = {r.name for r in readings if isinstance(r, Gap)}
-    only_of_others = {"graph_passes", "rank_seconds", "paused", "throughput", "prefix_hit_ratio", "spec_acceptance"}
+    only_of_others = {"graph_passes", "steps", "rank_seconds", "paused", "throughput", "prefix_hit_ratio",
+                      "spec_acceptance"}
     assert names == {"swapped", "spec_draft", "spec_accepted", "graph_fallback"} | only_of_others
     assert all(r.code is Why.NOT_SUPPORTED for r in readings if isinstance(r, Gap))
 

@@ -53,9 +53,11 @@ smg_router_request_errors_total{error_type="upstream"} 3
 smg_http_responses_total{status_code="200",error_code=""} 97
 smg_http_responses_total{status_code="502",error_code="upstream"} 3
 smg_worker_retries_total{worker="http://a:8000"} 7
-smg_worker_selection_total{worker="http://a:8000"} 40
-smg_worker_selection_total{worker="http://b:8000"} 60
-smg_worker_errors_total{worker="http://a:8000"} 3
+smg_worker_selection_total{policy="round_robin"} 100
+smg_worker_requests_total{worker="http://a:8000",model="m"} 40
+smg_worker_requests_total{worker="http://b:8000",model="m"} 60
+smg_worker_cb_outcomes_total{worker="http://a:8000",outcome="failure"} 3
+smg_worker_cb_outcomes_total{worker="http://a:8000",outcome="success"} 37
 smg_worker_health{worker="http://a:8000"} 1
 smg_worker_requests_active{worker="http://a:8000"} 5
 smg_scheduler_queue_depth 2
@@ -75,6 +77,7 @@ llm_d_epp_average_queue_size 2
 """
 LLMD_OLD = LLMD.replace("llm_d_epp_", "llm_d_router_epp_")
 PAGES_OF = {"production-stack-router": STACK, "sglang-router": SGL, "smg": SMG, "gateway-api-epp": EPP,
+            "smg without shares": SMG.replace("smg_worker_requests_total", "smg_worker_requests_unheard_of"),
             "gateway-api-epp v0": EPP_V0, "llm-d-router": LLMD, "llm-d-router old": LLMD_OLD}
 
 
@@ -200,7 +203,8 @@ def test_what_stands_in_the_wrong_list_is_told_so(server: PageServer, page: byte
 
     assert says in gap.why
     assert f"write it under {'routers' if role == 'engine' else 'engines'}:" in gap.why
-    assert not [r for r in batch.readings if isinstance(r, Sample) and r.name not in ("down", "slow", "rung")]
+    of_the_connection = ("down", "slow", "rung", "connections")
+    assert not [r for r in batch.readings if isinstance(r, Sample) and r.name not in of_the_connection]
     source.close()
 
 

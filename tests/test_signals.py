@@ -1139,6 +1139,44 @@ def test_requests_in_flight_at_a_router_are_a_witness() -> None:
     assert verdict(ask(elsewhere, "engine-stuck"), "engine-stuck") == "clear"
 
 
+@pytest.mark.parametrize(
+    ("story", "told", "want"),
+    [
+        ("SGLang counts its tokens when a request ends; its gaps and passes go on", {"itl.count": 20.0}, "clear"),
+        ("TGI counts its steps", {"steps": 20.0}, "clear"),
+        ("and where those stand too, it hangs", {"steps": 0.0}, "breach"),
+    ],
+)
+def test_one_long_answer_is_no_hang(story: str, told: Numbers, want: str) -> None:
+    """An answer of five minutes, alone on its engine: no request begins or ends meanwhile."""
+    windows = serve(0, 300, lambda at: {name: at * (rate or 0.0) for name, rate in told.items()} | {"running": 1.0})
+    assert verdict(at_end(windows, "engine-stuck", 300), "engine-stuck") == want, story
+
+
+def test_an_engine_that_counts_only_at_the_end_is_not_judged_by_that() -> None:
+    """Triton and TensorRT-LLM: only the canary can tell a long answer from a hang."""
+    windows = Windows(5.0)
+    for at in times(0, 300):
+        read(windows, at, "e", {"running": 1.0, "waiting": 0.0, "ttft.count": 3.0, "finished.stop": 3.0})
+    assert verdict(at_end(windows, "engine-stuck", 300), "engine-stuck") == "clear"
+    for at in times(0, 300):
+        read(windows, at, "e", {"canary_age_s": 20.0}, source="canary")
+    got = at_end(windows, "engine-stuck", 300)
+    assert got.evidence["canary_waits_s"] == 20.0
+
+
+def test_requests_that_run_though_nobody_is_connected_are_a_stale_gauge() -> None:
+    """vllm#22545: running stood at 3 after all clients had gone; nothing can run for nobody, so nobody is woken."""
+    def tells(clients: Callable[[float], float]) -> Windows:
+        return serve(0, 300, lambda at: {"running": 3.0, "generation_tokens": 700.0, "connections": clients(at)})
+
+    gone = at_end(tells(lambda at: 4.0 if at < 60 else 0.0), "engine-stuck", 300)
+    assert verdict(gone, "engine-stuck") == "clear"
+    assert "nobody is connected" in gone.evidence["note"]
+    for story in (lambda at: 4.0, lambda at: 0.0, lambda at: 4.0 if at < 270 else 0.0):  # pools; an odd table; just now
+        assert verdict(at_end(tells(story), "engine-stuck", 300), "engine-stuck") == "breach"
+
+
 def test_errors_are_the_routers_where_it_is_through_it_that_requests_come() -> None:
     """Clients that gave up are 2xx to vLLM; the router in front of it counted 60 of 600 as failed."""
     windows = serve(0, 600, lambda at: {"http.2xx": at, "finished.stop": at})

@@ -104,6 +104,7 @@ class EngineMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     detect: tuple[str, ...] = ()  # families that show the engine, too
     bare: tuple[str, ...] = ()  # its own families that some versions write without the prefix
     engine_labels: tuple[str, ...] = ()  # the first that a series has tells engines apart
+    breakdowns: tuple[str, ...] = ()  # labels whose series, but for the one without a value, only split that one up
     ranks: tuple[str, ...] = ()  # labels of ranks of one engine: a count is the lowest rank's, a share the largest
     model_label: str | None = None
     copies: tuple[str, ...] = ()  # labels whose series repeat one number

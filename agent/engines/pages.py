@@ -636,13 +636,13 @@ def _members(series: Sequence[Series], names: Names) -> Iterator[_Member]:
             for also in quantity.also:
                 wanted[normalise(also.name)].append(
                     _Take(name, "", also.key, also.as_key, also.keys, also.select, also.skip))
-    copies = frozenset(names.map.copies)
+    copies, breakdowns = frozenset(names.map.copies), names.map.breakdowns
     for i, one in enumerate(series):
         written = normalise(one.name)
         for take in wanted.get(written, ()):
             labels = one.labels
             key = take.key_of(labels)
-            if key is None:
+            if key is None or any(labels.get(label) for label in breakdowns):
                 continue
             index = next((labels[label] for label in names.map.engine_labels if label in labels), None)
             apart = (("", written), *sorted((k, v) for k, v in labels.items() if k not in copies))

@@ -6,7 +6,6 @@ seen; what listens on the others (NCCL, TCPStore, ZMQ) is never touched. Reads /
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import struct
@@ -293,8 +292,3 @@ def _host(named: str | None) -> str:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def is_local(host: str) -> bool:
-    """Whether a configured host is this machine, as far as its name tells."""
-    return host in {"localhost", "::1", "0.0.0.0", os.uname().nodename} or host.startswith("127.")  # noqa: S104

@@ -6,22 +6,26 @@ The ladder is TCP, /health, /metrics: `rung` says how far it was climbed, `down`
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from contextlib import suppress
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from agent.engines import trtllm_json
 from agent.engines.pages import PageReader
 from agent.exposition import ACCEPT, MAX_BYTES, PageError, check_length, decode
 from agent.model import Batch, Gap, Sample, Why
-from agent.sources.fetch import Answer, Fetcher, FetchError, shown_address
+from agent.sources.connections import foreign
+from agent.sources.fetch import Answer, Fetcher, FetchError, is_local, shown_address
 
 CONNECT_S = 1.0
 TOTAL_S = 3.0  # connecting included
 HEALTH_EVERY_S = 15.0
 HEALTH_TOTAL_S = 5.0
 HEALTH_MAX_BYTES = 256 * 1024
+CONNECTIONS_EVERY_S = 15.0
 OTHER_PATH = "/prometheus/metrics"  # trtllm-serve's
 
 _RUNGS = ("TCP", "/health", "/metrics")  # the rung that fails, by the number of those climbed
@@ -63,6 +67,9 @@ class EngineSource:
             Fetcher(base + path, {"Accept": ACCEPT, "Accept-Encoding": "identity", "User-Agent": "tocsin"},
                     connect_s=connect_s, total_s=total_s, limit_bytes=MAX_BYTES)
             for path in ("/metrics", OTHER_PATH))
+        parts = urlsplit(base)
+        self._port = (parts.port or 80) if is_local(parts.hostname or "") else None
+        self._connections: tuple[float, int | None] = (-math.inf, None)  # when counted (monotonic), how many
         self._is_elsewhere: bool | None = None  # the page stands at OTHER_PATH; None: nobody had to look
         fetcher = Fetcher(
             base + "/health",
@@ -88,6 +95,9 @@ class EngineSource:
             error = f"{self._failed_rung(e, health)} of {self.url} fails: {e}"
             readings = self._pages.failed(e.code, error, now, is_down=e.is_down)
         readings += self._ladder(failure, health, error or "", now)
+        connected = self._connected() if failure is None else None
+        if connected is not None:
+            readings.append(Sample("connections", self.target, float(connected), now))
         took_s = time.monotonic() - start
         return Batch(self.name, now, took_s, tuple(readings), engine=self._pages.facts, error=error)
 
@@ -127,6 +137,15 @@ class EngineSource:
         except PageError as e:
             said = f" (it calls itself {content_type[:60]})" if "json" in content_type or "html" in content_type else ""
             raise FetchError(e.code, f"{e}{said}") from e
+
+    def _connected(self) -> int | None:
+        """Connections to it that are not ours, counted every 15 s: the table may be long."""
+        if self._port is None:
+            return None
+        start = time.monotonic()
+        if start - self._connections[0] >= CONNECTIONS_EVERY_S:
+            self._connections = (start, foreign(self._port))
+        return self._connections[1]
 
     def _failed_rung(self, failure: FetchError, health: _Asked | None) -> str:
         return _RUNGS[_climbed(failure, health)]

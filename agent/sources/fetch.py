@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import http.client
 import io
+import os
 import re
 import select
 import socket
@@ -284,3 +285,8 @@ def shown_address(url: str) -> str:
     """An address to show: without user, password and query."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def is_local(host: str) -> bool:
+    """Whether a configured host is this machine, as far as its name tells."""
+    return host in {"localhost", "::1", "0.0.0.0", os.uname().nodename} or host.startswith("127.")  # noqa: S104

@@ -118,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     node = Node(name, root, world, log)
     root.mkdir(parents=True, exist_ok=True)
     node.heal()
-    hands = Hands(node.run_due, lambda *_: None, lambda _: None, lambda: None)
+    hands = Hands(node.run_due, lambda *_: None, lambda *_: None, lambda _: None, lambda: None)
     table: Timetable | None = None
     print("up", flush=True)
     for line in sys.stdin:
