@@ -215,6 +215,9 @@ class Owner:
         """Put `text` in, and return once the kernel has it. Raises Refused, NftError, GoneError; then nothing is in."""
         if len(text) >= LONGEST_LINE or "\n" in text:
             raise Refused(f"table {table}: its text has {len(text)} characters; it must be a line under {LONGEST_LINE}")
+        for other in tables(place):
+            if not owners(other):  # of a run of ours that is gone: what a kernel without owned tables leaves
+                end(place, other)
         if others := tables(place):
             raise Refused(
                 f"{', '.join(others)} is in {place.path or 'this network namespace'} already; two faults at once would"

@@ -142,6 +142,7 @@ def _places(target: Mapping[str, Any], params: Mapping[str, Any]) -> tuple[int, 
     listening = _listening(here)
     port = _port(target, listening)
     targets.refuse(port, target.get("reserved"))
+    _refuse_netem(here)
     bound = [address for address, number, _ in listening if number == port]
     if not bound:
         raise Refused(f"nothing listens on port {port} in {here.path or 'this network namespace'}: is the engine up?")
@@ -150,6 +151,20 @@ def _places(target: Mapping[str, Any], params: Mapping[str, Any]) -> tuple[int, 
     if params.get("direction", "in") == "both" and params.get("peer"):
         places.append(_peer(params, here, match, _given(target)))
     return port, places
+
+
+def _refuse_netem(place: nft.Place) -> None:
+    """Raise Refused where packets are delayed or lost already: two faults at once add up, and it is not ours to end."""
+    try:
+        shown = nft.run(place, "tc", "qdisc", "show")
+    except (nft.NftError, Refused):  # no tc, or a kernel without qdiscs: then there is no netem either
+        return
+    for line in shown.splitlines():
+        words = line.split()
+        if words[:2] == ["qdisc", "netem"]:
+            where = place.path or "this network namespace"
+            raise Refused(f"root qdisc present: netem {words[2].rstrip(':')} in {where} ({line.strip()}): somebody"
+                          " else's fault is in; end it first")
 
 
 def _peer(params: Mapping[str, Any], here: nft.Place, match: Match, given: Address | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -92,10 +93,10 @@ class Scene:
     engine: Netns
     server: subprocess.Popen[str]
 
-    def plan(self, *, protocol: str = "udp", **params: Any) -> Plan:
+    def plan(self, *, protocol: str = "udp", run: str = "loss-20260105T100000Z-aaaa", **params: Any) -> Plan:
         """A plan for the engine's port; the tests' packets are datagrams, which nobody sends again."""
         target = {"port": PORT, "netns": self.engine.path, "address": ENGINE}
-        plan = FAULT.plan(Drill("loss", "packet-loss", target, params=params, for_s=5.0), "loss-20260105T100000Z-aaaa")
+        plan = FAULT.plan(Drill("loss", "packet-loss", target, params=params, for_s=5.0), run)
         return by(plan, protocol)
 
     def send(self, count: int, port: int = PORT) -> None:
@@ -351,13 +352,40 @@ def test_another_namespace_under_the_same_name(scene: Scene) -> None:
 @pytest.mark.heavy
 def test_c093_two_faults_do_not_add_up(scene: Scene) -> None:
     """50 % was put on top of 50 % that an earlier run had left: 75 % was lost, and neither could be told."""
-    scene.engine.run("nft", "-f", "-", stdin="table inet tocsin_00000000 { }")
+    plan, other = scene.plan(), scene.plan(run="other")
+    held = FAULT.inject(other, [])
     before = scene.engine.ruleset()
+    with pytest.raises(Refused, match=rf"{other.facts['table']} is in .* already"):
+        FAULT.inject(plan, [])  # its holder lives
+    assert scene.engine.ruleset() == before
+    held.undo()
 
-    with pytest.raises(Refused, match=r"tocsin_00000000 is in .* already"):
-        FAULT.inject(scene.plan(), [])
+
+@pytest.mark.heavy
+def test_c093_what_we_left_ourselves_is_cleaned_first(scene: Scene) -> None:
+    """A table with our name that nobody holds: the drill was refused until somebody had cleaned by hand."""
+    before = scene.engine.ruleset()
+    scene.engine.run("nft", "-f", "-", stdin="table inet tocsin_00000000 { }")
+
+    FAULT.inject(scene.plan(), []).undo()
 
     assert scene.engine.ruleset() == before
+
+
+def test_c093_a_foreign_netem_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tc qdisc show` tells of somebody else's delay: nothing is put in, and nothing is deleted."""
+    tc = tmp_path / "tc"
+    tc.write_text("#!/bin/sh\necho 'qdisc noqueue 0: dev lo root refcnt 2'\n"
+                  "echo 'qdisc netem 8001: root refcnt 2 limit 1000 delay 100ms'\n"
+                  f"echo \"$@\" >>{tmp_path}/asked\n")
+    tc.chmod(0o755)
+    need("nft", "ip", "unshare", "nsenter")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        drill = Drill("loss", "packet-loss", {"port": server.getsockname()[1]})
+        with pytest.raises(Refused, match="root qdisc present: netem 8001"):
+            FAULT.plan(drill, "r")
+    assert (tmp_path / "asked").read_text().split() == ["qdisc", "show"]
 
 
 @pytest.mark.heavy
