@@ -60,7 +60,9 @@ def heal(
             entries, left = heal_run(folder, entries, by)
         except PermissionError as error:
             log.warning("heal_not_permitted", run=folder.name, error=str(error))
-            entries, left = [], [Left(f"run {folder.name}: {error}", "sudo tocsin drill heal")]
+            # Another user's: whoever may look says what became of it, and pages for what is left.
+            remaining.append(Left(f"run {folder.name}: {error}", "sudo tocsin drill heal"))
+            continue
         except Exception as error:  # one damaged run must not keep the others broken
             log.exception("heal_failed", run=folder.name)
             entries, left = [], [Left(f"run {folder.name}: {error}", f"cat {folder / LEDGER}")]

@@ -236,6 +236,24 @@ def test_a_live_run_that_does_not_heed(
     assert [last_state(entries) for _, entries, _ in finished] == [State.BASELINE]
 
 
+def test_a_live_run_of_another_user_s(
+    tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """drilld was asked to heal while root held a drill by hand: it may not end that, and paged for an orphan."""
+
+    def denied(*_: object) -> bool:
+        raise PermissionError(1, "Operation not permitted")
+
+    folder = tmp_path / "runs" / "d-20261129T210000Z-ab12"
+    Ledger.create(folder, {}).close()
+    with runner_of(folder):
+        monkeypatch.setattr(proc, "end", denied)
+        assert healed(tmp_path / "runs", finished) == [
+            Left(f"run {folder.name}: [Errno 1] Operation not permitted", "sudo tocsin drill heal")
+        ]
+    assert finished == []
+
+
 def test_a_fault_that_was_put_in_while_it_was_ended(
     tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
@@ -270,6 +288,7 @@ def test_a_run_that_root_keeps_to_itself(finished: Finished, monkeypatch: pytest
             (left,) = healed(root, finished)
         assert left == Left(f"run {kept}: [Errno 13] Permission denied: '{root / kept}/ledger.jsonl'",
                             "sudo tocsin drill heal")  # fmt: skip
+        assert [name for name, _, _ in finished] == [other]
         assert [file.exists() for file in files] == [True, False]
 
         assert healed(root, finished) == []  # by root, who gives it to drilld
