@@ -22,7 +22,7 @@ from drills import heal as heal_module
 from drills.faults.table import FAULTS
 from drills.heal import heal, is_clean
 from drills.holder import HolderError
-from drills.ledger import Entry, Ledger, last_state, read
+from drills.ledger import Entry, Ledger, aborted_by, last_state, read
 from drills.model import Drill, Left, Plan, ProcessId, State
 from tests.drills.netns import NEEDS, lab
 from tests.drills.stand_ins import (
@@ -241,17 +241,20 @@ def test_a_live_run_of_another_user_s(
 ) -> None:  # fmt: skip
     """drilld was asked to heal while root held a drill by hand: it may not end that, and paged for an orphan."""
 
-    def denied(*_: object) -> bool:
+    def denied(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     folder = tmp_path / "runs" / "d-20261129T210000Z-ab12"
     Ledger.create(folder, {}).close()
     with runner_of(folder):
+        monkeypatch.setattr(os, "kill", denied)
         monkeypatch.setattr(proc, "end", denied)
         assert healed(tmp_path / "runs", finished) == [
             Left(f"run {folder.name}: [Errno 1] Operation not permitted", "sudo tocsin drill heal")
         ]
+        monkeypatch.undo()
     assert finished == []
+    assert aborted_by(folder) == ""
 
 
 def test_a_fault_that_was_put_in_while_it_was_ended(
