@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 ORPHANED, REFUSED = 7, 6
 CONFLICT = 409  # drilld's no
+ANSWERED_WITHIN_S = 30.0  # it may just write a report
 HEALED_WITHIN_S = 300.0  # it ends a run in good order before
 DRILLD_BACK_WITHIN_S = 60.0
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Configuration.")]
@@ -367,7 +368,7 @@ def ask_drilld(settings_: Config, path: str, body: Mapping[str, Any] | None = No
 
     socket = daemon.socket_of(settings_)
     try:
-        return client.ask(socket, path, "GET" if body is None else "POST", body)
+        return client.ask(socket, path, "GET" if body is None else "POST", body, ANSWERED_WITHIN_S)
     except client.NotRunning:
         fail(f"no drilld answers on {socket}; start it (`systemctl start tocsin-drilld`), or use --foreground")
     except client.NotPermitted:
@@ -406,7 +407,7 @@ def from_drilld(settings_: Config, path: str, denied: OSError) -> Any:
     from drills import daemon
 
     try:
-        return client.ask(daemon.socket_of(settings_), path)
+        return client.ask(daemon.socket_of(settings_), path, answer_s=ANSWERED_WITHIN_S)
     except (client.NotRunning, client.AgentError):
         fail(unreadable(daemon.root_of(settings_), denied))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -60,7 +61,9 @@ def heal(
             entries, left = heal_run(folder, entries, by)
         except PermissionError as error:
             log.warning("heal_not_permitted", run=folder.name, error=str(error))
-            entries, left = [], [Left(f"run {folder.name}: {error}", "sudo tocsin drill heal")]
+            # Another user's: whoever may look says what became of it, and pages for what is left.
+            remaining.append(Left(f"run {folder.name}: {error}", "sudo tocsin drill heal"))
+            continue
         except Exception as error:  # one damaged run must not keep the others broken
             log.exception("heal_failed", run=folder.name)
             entries, left = [], [Left(f"run {folder.name}: {error}", f"cat {folder / LEDGER}")]
@@ -116,6 +119,8 @@ def end_runner(folder: Path, entries: Sequence[Entry], by: str) -> list[Left]:
     if runner is None or runner.pid == os.getpid() or proc.wait_ended(runner, 0.0):
         return []
     log.info("aborting", run=folder.name, by=by, pid=runner.pid)
+    with suppress(ProcessLookupError):
+        os.kill(runner.pid, 0)  # of another user's run nothing is said
     say_aborted_by(folder, by)
     drain_s = float(plan.facts.get("drain_s", 0.0)) if plan is not None else 0.0
     if proc.end(runner, RUNNER_ENDS_WITHIN_S + drain_s, signal.SIGTERM):

@@ -640,16 +640,20 @@ def execute(folder: Path, *, accept_unknown_budget: bool = False) -> Verdict:
         raise LookupError(f"{header['drill']}: no drill of this name in the configuration")
     run = Run(folder, drill, config, rules.rules, started_by=str(header.get("started_by", "unknown")),
               due_at=header.get("due_at"))
+    aborted: list[str] = []
+
+    def told(signum: int, _: object) -> None:
+        aborted.append(ledger.aborted_by(folder) or signal.Signals(signum).name)
+        run.abort(f"aborted by {aborted[-1]}")
+
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda got, _: run.abort(
-            f"aborted by {ledger.aborted_by(folder) or signal.Signals(got).name}"))
+        signal.signal(signum, told)
     try:
         return run.execute(accept_unknown_budget=accept_unknown_budget)
     finally:
-        by = ledger.aborted_by(folder)
-        if by:
+        if aborted:
             with suppress(OSError):
-                run.ledger.note(aborted_by=by)
+                run.ledger.note(aborted_by=aborted[-1])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -39,8 +39,12 @@ RUN = "loss-20261129T210000Z-ab12"
 
 
 @pytest.fixture(autouse=True)
-def _logs() -> Iterator[None]:
-    """What drilld, in this process, logs meanwhile is no answer of the command line."""
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What drilld, in this process, logs meanwhile is no answer of the command line.
+
+    What runs beside these tests is no stray of theirs: nobody cannot see who holds it.
+    """
+    monkeypatch.setattr(heal, "heal_strays", list)
     cli.log_to_stderr()
     yield
     structlog.reset_defaults()
@@ -153,6 +157,8 @@ def test_what_root_begins_is_drilld_s(folder: Path) -> None:
     drill = Drill("loss", "process-kill")
     lock.take(root, RUN).release()
     made = runner.create(root, drill, RUN, started_by="root, by hand", config_path=None)
+    with as_nobody():
+        assert last_state(read(made)) is None
     (made / "requests.jsonl").touch(mode=0o600)
     runner.write_refused(made, drill, Verdict.SKIPPED, "no", lambda: 1.0)
     schedule.write_book(root, {})

@@ -22,7 +22,7 @@ from drills import heal as heal_module
 from drills.faults.table import FAULTS
 from drills.heal import heal, is_clean
 from drills.holder import HolderError
-from drills.ledger import Entry, Ledger, last_state, read
+from drills.ledger import Entry, Ledger, aborted_by, last_state, read
 from drills.model import Drill, Left, Plan, ProcessId, State
 from tests.drills.netns import NEEDS, lab
 from tests.drills.stand_ins import (
@@ -236,6 +236,27 @@ def test_a_live_run_that_does_not_heed(
     assert [last_state(entries) for _, entries, _ in finished] == [State.BASELINE]
 
 
+def test_a_live_run_of_another_user_s(
+    tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """drilld was asked to heal while root held a drill by hand: it may not end that, and paged for an orphan."""
+
+    def denied(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    folder = tmp_path / "runs" / "d-20261129T210000Z-ab12"
+    Ledger.create(folder, {}).close()
+    with runner_of(folder):
+        monkeypatch.setattr(os, "kill", denied)
+        monkeypatch.setattr(proc, "end", denied)
+        assert healed(tmp_path / "runs", finished) == [
+            Left(f"run {folder.name}: [Errno 1] Operation not permitted", "sudo tocsin drill heal")
+        ]
+        monkeypatch.undo()
+    assert finished == []
+    assert aborted_by(folder) == ""
+
+
 def test_a_fault_that_was_put_in_while_it_was_ended(
     tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
@@ -257,8 +278,9 @@ def test_a_fault_that_was_put_in_while_it_was_ended(
     assert not file.exists()
 
 
-def test_a_run_that_root_keeps_to_itself(finished: Finished) -> None:
+def test_a_run_that_root_keeps_to_itself(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
     """One `sudo tocsin drill run --foreground`, and drilld's user could heal nothing any more."""
+    monkeypatch.setattr(heal_module, "heal_strays", list)  # nobody cannot see who holds what other tests hold
     with open_folder() as folder:
         root = folder / "runs"
         kept, other = "d-20261128T210000Z-0000", "d-20261129T210000Z-0000"
@@ -269,6 +291,7 @@ def test_a_run_that_root_keeps_to_itself(finished: Finished) -> None:
             (left,) = healed(root, finished)
         assert left == Left(f"run {kept}: [Errno 13] Permission denied: '{root / kept}/ledger.jsonl'",
                             "sudo tocsin drill heal")  # fmt: skip
+        assert [name for name, _, _ in finished] == [other]
         assert [file.exists() for file in files] == [True, False]
 
         assert healed(root, finished) == []  # by root, who gives it to drilld
