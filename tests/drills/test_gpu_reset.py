@@ -168,6 +168,8 @@ def test_what_may_not_be_reset(node: Node) -> None:
         FAULT.plan(replace(drill, target={**drill.target, "gpu": "GPU-x"}), RUN)
     with pytest.raises(Refused, match="has 2 GPUs under `gpus:`; name one"):
         FAULT.plan(replace(drill, target={**drill.target, "gpu": None, "gpus": [0, 1]}), RUN)
+    with pytest.raises(Refused, match="does not run on this GPU: it would be killed for nothing"):
+        FAULT.plan(replace(drill, target={**drill.target, "gpu": OTHER}), RUN)
     node.units_of[engine.pid] = "user@0.service/app.slice"
     with pytest.raises(Refused, match="is no service of systemd's: its restart cannot be gated"):
         FAULT.plan(drill, RUN)
@@ -305,6 +307,22 @@ def test_who_comes_between_plan_and_reset(node: Node, monkeypatch: pytest.Monkey
     assert f"held by what is not ours: process {stranger.pid} " in why
     assert engine.poll() is None
     assert not [line for line in node.asked() if "reset" in line]
+
+
+@pytest.mark.heavy
+def test_a_worker_that_began_after_the_plan(node: Node) -> None:
+    """Two minutes of baseline later the engine had started a worker anew: it is the engine's, and dies with it."""
+    engine, drill = node.engine()
+    helper, _ = node.start(STRANGER, unit=UNIT)
+    plan = FAULT.plan(drill, RUN)
+    assert {victim["pid"] for victim in plan.facts["victims"]} == {engine.pid, helper.pid}
+    helper.kill()
+    helper.wait(30)
+    worker, _ = node.start(STRANGER, unit=UNIT)
+    proven, why, last = done(plan)
+    assert proven, why
+    assert worker.wait(30) == engine.wait(30) == -signal.SIGKILL
+    assert last["outlive"] == []
 
 
 @pytest.mark.heavy
