@@ -132,4 +132,4 @@ def _announce(path: Path, line: str) -> None:
     except (client.NotRunning, client.AgentError) as error:
         raise Refused(f"the agent cannot be told of the line, and would call it a forgery: {error}") from None
     if not told["expected"]:
-        raise Refused(f"the agent would not see the line: {told['why']}")
+        raise Refused("the agent does not read the kernel's log, and would not see the line: kernel_log, tocsin doctor")
