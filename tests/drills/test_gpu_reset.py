@@ -23,7 +23,7 @@ from agent import client
 from agent.config import load_all
 from agent.signals import CATALOGUE
 from drills import gate, gpu, heal, proc, runner, xid_line
-from drills.config import drills_of
+from drills.config import XID_RULES, drills_of
 from drills.faults import gpu_reset
 from drills.faults.gpu_reset import FAULT, Resetting
 from drills.gate import Gate
@@ -594,15 +594,16 @@ def test_a_line_is_announced_and_then_written(node: Node, monkeypatch: pytest.Mo
     told: list[tuple[Path, str, float]] = []
 
     def expect(path: Path, line: str, for_s: float) -> dict[str, Any]:
-        assert not node.kmsg.read_text()
+        assert line not in node.kmsg.read_text()
         told.append((path, line, for_s))
         return {"expected": True}
 
     monkeypatch.setattr(client, "expect_kernel_line", expect)
     plan = FAULT.plan(node.drill("synthetic"), RUN)
-    assert re.fullmatch(rf"NVRM: Xid \(PCI:0000:1a:00\): 56, pid=\d+, name=tocsin, drill {RUN} mark [0-9a-f]{{16}}",
-                        plan.facts["line"])
-    assert (plan.undo, plan.restarts, plan.blast) == ([], False, {"replicas": 0})
+    for which, number in (("line", 163), ("end", 162)):
+        words = rf"NVRM: Xid \(PCI:0000:1a:00\): {number}, pid=\d+, name=tocsin, drill {RUN} mark [0-9a-f]{{16}}"
+        assert re.fullmatch(words, plan.facts[which])
+    assert (plan.expects, plan.restarts, plan.blast) == (XID_RULES, False, {"replicas": 0})
     held = FAULT.inject(plan, ())
     assert told == [(node.socket, plan.facts["line"], 10.0)]
     assert node.kmsg.read_text() == f"<4>{plan.facts['line']}\n"
@@ -610,6 +611,8 @@ def test_a_line_is_announced_and_then_written(node: Node, monkeypatch: pytest.Mo
     held.undo()
     held.undo()
     FAULT.undo(plan)
+    assert told[1:] == [(node.socket, plan.facts["end"], 10.0)]
+    assert node.kmsg.read_text().splitlines() == [f"<4>{plan.facts['line']}", f"<4>{plan.facts['end']}"]
     assert FAULT.left(plan) == []
     assert node.asked() == []
     assert FAULT.plan(node.drill("synthetic"), RUN).facts["mark"] != plan.facts["mark"]
