@@ -462,16 +462,6 @@ class Agent:
         with self._lock:
             self.node.end_announcement(run)
 
-    def expect_kernel_line(self, line: str, for_s: float) -> dict[str, Any]:
-        """Root is about to write exactly this line into the kernel's log, once: to its reader it is no forgery."""
-        slot = self.collector.slots.get("kernel_log")
-        source: Any = None if slot is None else slot.source
-        if source is None:
-            return {"expected": False, "why": "the kernel log is not read: see kernel_log in the configuration"}
-        source.expect(line, for_s)
-        log.info("kernel_line_expected", line=line, for_s=for_s)
-        return {"expected": True, "why": None}
-
     def tell(self, signal: str, subject: str, text: str | None) -> None:
         """What drilld says of a run or a drill; None: it is no longer so."""
         with self._lock:
@@ -499,6 +489,15 @@ class Agent:
         source: Any = self._nvml()
         found: dict[int, int] | None = None if source is None else source.processes()
         return found
+
+    def expect_kernel_line(self, message: str, for_s: float = 10.0) -> bool:
+        """A drill will write exactly this to /dev/kmsg: once, within `for_s`, it counts. False: the log is not read."""
+        slot = self.collector.slots.get("kernel_log")
+        if slot is None:
+            return False
+        source: Any = slot.source
+        source.expect(message, for_s)
+        return True
 
     def _nvml(self) -> Source | None:
         slot = self.collector.slots.get("nvml")

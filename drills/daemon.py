@@ -114,6 +114,7 @@ class Daemon:
         self._over = threading.Event()  # it has ended, and was healed where it had to be
         self._over.set()
         self.timetable: schedule.Timetable | None = None
+        self.fleet = lease.fleet_of(config.node, clock=clock)
         self.orphan_told: str | None = None  # another node's run, for which we page
         self.stopping, self.woken = threading.Event(), threading.Event()  # woken: stop, or read the configuration anew
 
@@ -239,7 +240,7 @@ class Daemon:
 
     def tidy_lease(self) -> None:
         """Give the fleet's lease back where a run of this node was cut off and is healed; page for an orphan's node."""
-        fleet = lease.fleet_of(self.config.node, clock=self.clock)
+        fleet = self.fleet
         if fleet is None:
             return
         try:
@@ -277,8 +278,7 @@ class Daemon:
     def run_due(self, drill: Drill, run: str, due_at: float) -> tuple[Verdict, str]:
         """A drill's time has come: hold it to its end, or say why not, or which node of the fleet has held it."""
         try:
-            fleet = lease.fleet_of(self.config.node, clock=self.clock)
-            told = None if fleet is None else fleet.held(drill.name, due_at)
+            told = None if self.fleet is None else self.fleet.held(drill.name, due_at)
         except ClusterError as error:
             return Verdict.DEFERRED, str(error)
         if told is not None:

@@ -271,6 +271,7 @@ class Fleet:
                  sleep: Callable[[float], object] = time.sleep, stopped: Callable[[], str] = lambda: "") -> None:
         self.node, self.pace, self.clock = node, pace, clock
         self._sleep, self._stopped = sleep, stopped
+        self._seen, self._since = "", 0.0  # the Lease's version that was last seen held, and since when
 
     def take(self, run: str, drill: str, due_at: float | None, *, min_gap_s: float = 0.0) -> Held:
         """Wait for the node's turn, then take it. Raises HeldElsewhere, Refused."""
@@ -317,22 +318,23 @@ class Fleet:
                     raise
 
     def _take(self, cluster: Cluster, run: str, drill: str, due_at: float | None, min_gap_s: float) -> Held:
-        seen, since = "", 0.0
+        self._seen = ""
         while True:
             lease = self._read(cluster)
-            said, version = said_of(lease), str(lease["metadata"]["resourceVersion"])
+            said = said_of(lease)
             if due_at is not None:
                 refuse_held(lease, drill, due_at)
                 self._refuse_gap(said, min_gap_s)
-            if said.node not in ("", self.node):  # our own was cut off: the node's lock is ours, so it has ended
-                now = boot_s()
-                if seen and seen != version:
-                    raise Refused(f"run {said.run} of node {said.node} holds the fleet's drill lease; one at a time")
-                seen, since = version, since if seen else now
-                if now - since < max(self.pace.lease_s, said.lease_s):
+            if said.node:  # our own node's, too: its name may be another's by a mistake
+                before = self._seen
+                if not self._has_ended(lease, said):
+                    if before not in ("", self._seen):
+                        who = f"run {said.run} of node {said.node}"
+                        raise Refused(f"{who} holds the fleet's drill lease; one at a time")
                     self._nap(self.pace.look_s)
                     continue
-                self._refuse_orphan(cluster, lease, said)
+                if said.node != self.node:  # what our own left was healed: this node's lock is ours
+                    self._refuse_orphan(cluster, lease, said)
             sent_at, now_text = boot_s(), text_of(self.clock(), micro=True)
             notes = {RUN: run, TARGETS: None, REPORTER: None}
             asked = changed(lease, notes, holderIdentity=self.node, leaseDurationSeconds=round(self.pace.lease_s),
@@ -342,9 +344,16 @@ class Fleet:
             except ClusterError as error:
                 if error.code != HTTPStatus.CONFLICT:
                     raise
-                seen = ""  # somebody was faster: look who
+                self._seen = ""  # somebody was faster: look who
                 continue
             return Held(cluster, taken, sent_at, self.node, run, self.pace, self.clock)
+
+    def _has_ended(self, lease: Object, said: Said) -> bool:
+        """Whether we ourselves have seen it unchanged for its whole length; each other form of it begins that anew."""
+        version, now = str(lease["metadata"]["resourceVersion"]), boot_s()
+        if self._seen != version:
+            self._seen, self._since = version, now
+        return now - self._since >= max(self.pace.lease_s, said.lease_s)
 
     def _refuse_gap(self, said: Said, min_gap_s: float) -> None:
         last = max(said.marks.values(), key=lambda mark: mark.at, default=None)
@@ -391,15 +400,15 @@ class Fleet:
     def tidy(self, is_over: Callable[[], bool]) -> Said | None:
         """Give back what a run of this node left when it was cut off, once nothing of it is left here (`is_over`).
 
-        `is_over` is asked after the Lease was read: who took it since has written it. What the Lease says afterwards;
-        None where there is none. Raises ClusterError.
+        Asked from time to time: one that has not been seen to end is left alone, whose ever it is. What the Lease says
+        afterwards; None where there is none. Raises ClusterError.
         """
         with Cluster(answer_s=ANSWER_S) as cluster:
             lease = cluster.lease(cluster.namespace, NAME)
             if lease is None:
                 return None
             said = said_of(lease)
-            if said.node != self.node or not is_over():
+            if said.node != self.node or not self._has_ended(lease, said) or not is_over():
                 return said
             marks = {drill: replace(mark, verdict=str(Verdict.ABORTED)) if mark.run == said.run and not mark.verdict
                      else mark for drill, mark in said.marks.items()}

@@ -58,9 +58,12 @@ class PodsBack:
             return "the Kubernetes API told nothing"
         events: list[Object] = []
         with suppress(ClusterError), Cluster() as cluster:  # without the right to read them the pods must do
-            events = [event for pod in pods.newcomers(list(seen.values()), facts["before"])
+            events = [event for pod in self._new(seen)
                       for event in cluster.events_of(facts["namespace"], uid_of(pod))]
-        return pods.why_not_back(list(seen.values()), facts["uid"], facts["before"], events)
+        return pods.why_not_back(list(seen.values()), facts["uid"], facts["before"], facts["workload"], events)
+
+    def _new(self, seen: Mapping[str, Object]) -> list[Object]:
+        return pods.newcomers(list(seen.values()), self.facts["before"], self.facts["workload"])
 
     def _follow(self) -> None:
         facts = self.facts
@@ -79,7 +82,7 @@ class PodsBack:
             self.down_at = self.down_at or now
         if victim is None:
             self.steps.setdefault("gone", now)
-        fresh = pods.newcomers(list(seen.values()), self.facts["before"])
+        fresh = self._new(seen)
         if not fresh:
             return
         new = fresh[0]
@@ -94,7 +97,7 @@ class PodsBack:
     def _ask(self) -> None:
         """Ask the new pod itself: Ready is what a probe says, a completion is what users get."""
         while not self._stop.wait(EVERY_S) and self.completion_at is None:
-            for new in pods.newcomers(list((self._seen or {}).values()), self.facts["before"]):
+            for new in self._new(self._seen or {}):
                 url = pods.url_of(new)
                 if url is None or status_of(url, "/health") is None:
                     continue

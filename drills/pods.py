@@ -37,6 +37,13 @@ def owner_of(pod: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return next((one for one in pod["metadata"].get("ownerReferences") or () if one.get("controller")), None)
 
 
+def workload_of(pod: Mapping[str, Any]) -> str:
+    """Whose pod it is, through a rollout too: a Deployment's ReplicaSets differ by the hash at their ends."""
+    owner, hash_ = owner_of(pod) or {}, labels_of(pod).get("pod-template-hash", "")
+    name = str(owner.get("name", ""))
+    return f"{owner.get('kind', '')}/{name.removesuffix(f'-{hash_}') if hash_ else name}"
+
+
 def overdue_s(pod: Mapping[str, Any], now: float) -> float | None:
     """Seconds since a pod ought to be gone (its deletionTimestamp contains its grace); None where it need not be."""
     ends_at = time_of(pod["metadata"].get("deletionTimestamp"))
@@ -97,18 +104,23 @@ def url_of(pod: Mapping[str, Any]) -> str | None:
     return None if not ip else f"http://{f'[{ip}]' if ':' in ip else ip}:{port_of(pod)}"
 
 
-def newcomers(pods: Sequence[Object], before: Sequence[str]) -> list[Object]:
-    """Those that were not there before, whatever their names, and are to stay: the likeliest first."""
+def newcomers(pods: Sequence[Object], before: Sequence[str], workload: str) -> list[Object]:
+    """Those of a workload that were not there before, whatever their names, and are to stay: the likeliest first.
+
+    A selector may choose several workloads' pods: another one's new pod replaces nothing.
+    """
 
     def rank(pod: Object) -> tuple[bool, str, str]:
         return not is_ready(pod), str(pod["metadata"].get("creationTimestamp") or ""), uid_of(pod)
 
-    return sorted((pod for pod in pods if uid_of(pod) not in before and not is_terminating(pod)), key=rank)
+    fresh = (pod for pod in pods if uid_of(pod) not in before and not is_terminating(pod))
+    return sorted((pod for pod in fresh if workload_of(pod) == workload), key=rank)
 
 
-def why_not_back(pods: Sequence[Object], victim: str, before: Sequence[str], events: Sequence[Object] = ()) -> str:
+def why_not_back(pods: Sequence[Object], victim: str, before: Sequence[str], workload: str,
+                 events: Sequence[Object] = ()) -> str:
     """What keeps a killed pod's replacement from being Ready, as the API tells. "" where one is."""
-    fresh, said = newcomers(pods, before), list[str]()
+    fresh, said = newcomers(pods, before, workload), list[str]()
     if any(is_ready(pod) for pod in fresh):
         return ""
     said += [f"replacement {name_of(pod)} ({uid_of(pod)}) not ready: {_waits_for(pod, events)}" for pod in fresh]

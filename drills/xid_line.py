@@ -1,12 +1,13 @@
-"""One line of an Xid in the kernel's log, announced to the agent: the synthetic gpu-reset.
+"""One line of an Xid in the kernel's log, announced to the agent, and at the end the one that takes it back.
 
-It proves the way from the log to the alert with no risk to the hardware. The Xid asks for no reset, so that nobody's
-policy acts on it; other watchers of the log are refused all the same. An Xid line that anybody else writes is a forgery
-to the agent: this one carries a one-time mark, and the agent was told the exact line before.
+The synthetic gpu-reset: it proves the way from the log to the alert, and the alert's end, with no risk to the hardware.
+The Xid asks for no reset, so that nobody's policy acts on it; other watchers of the log are refused all the same. An
+Xid line that anybody else writes is a forgery to the agent: these carry a one-time mark, and it is told each exactly.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,8 @@ from drills.gpu import Gpu
 from drills.model import Command, Drill, Plan, Refused
 
 KMSG = Path("/dev/kmsg")
-XID = 56  # of the display engine, which serves nothing here: it asks for no action, and nobody drains a node for it
+XID, ENDED_BY = 163, 162  # power smoothing is off, and on again: neither asks for anything, and one ends the other
+ANNOUNCES = ("xid-ticket",)
 ANNOUNCED_FOR_S = 10.0
 NEEDS = ("root",)  # the agent believes root alone
 # Who else acts on an Xid line, and would drain the node for ours.
@@ -38,22 +40,24 @@ def plan(drill: Drill, run: str, one: Gpu) -> Plan:
     if not os.access(KMSG, os.W_OK):
         raise Refused(f"{KMSG} cannot be written: this needs root, and in a container the device; `tocsin drill unit`")
     mark = secrets.token_hex(8)
-    line = f"NVRM: Xid (PCI:{_kernel_bdf(one.bdf)}): {XID}, pid={os.getpid()}, name=tocsin, drill {run} mark {mark}"
-    facts = {"mode": "synthetic", "uuid": one.uuid, "line": line, "mark": mark, "kmsg": str(KMSG),
+    said = f"drill {run} mark {mark}"
+    line, end = (f"NVRM: Xid (PCI:{_kernel_bdf(one.bdf)}): {number}, pid={os.getpid()}, name=tocsin, {said}"
+                 for number in (XID, ENDED_BY))
+    facts = {"mode": "synthetic", "uuid": one.uuid, "line": line, "end": end, "mark": mark, "kmsg": str(KMSG),
              "socket": str(drill.target.get("socket", ""))}
     return Plan(
         fault=drill.fault,
         run=run,
         targets=[f"the kernel log: a line about {one.uuid} ({one.bdf})"],
         commands=[Command(f"echo '{line}' > {KMSG}", f"announced to the agent for {ANNOUNCED_FOR_S:g} s, once")],
-        undo=[],
+        undo=[Command(f"echo '{end}' > {KMSG}", "announced, too; without it the alert ends by itself after an hour")],
         facts=facts,
         notes=[
             "nothing is done to the GPU: this proves the way from the kernel's log to the alert, not a restart",
-            "a line in the kernel's log cannot be taken back; it carries the drill's name",
+            "a line cannot be taken out of the kernel's log; it carries the drill's name",
         ],
         needs=NEEDS,
-        expects=tuple(drill.expects),
+        expects=ANNOUNCES,
         blast={"replicas": 0},
     )
 
@@ -83,7 +87,7 @@ def proven(plan: Plan, samples: Sequence[Mapping[str, Any]]) -> tuple[bool, str]
 
 
 class Written:
-    """A line that was written. Nothing holds it, and nothing ends it."""
+    """A line that was written. Nothing holds it; another line ends what it said."""
 
     def __init__(self, plan: Plan, log: int) -> None:
         self._plan, self._log = plan, log
@@ -104,25 +108,34 @@ class Written:
         return {"logged": self._logged}
 
     def undo(self) -> None:
-        """Close the log; may be called twice."""
+        """Write the line that ends it; may be called twice. Where the agent is gone, its alert ends by its own time."""
         if self._log >= 0:
             os.close(self._log)
             self._log = -1
+            with contextlib.suppress(Refused):
+                _announced_and_written(self._plan, "end")
 
 
 def write(plan: Plan) -> Written:
     """Announce the line, then write it. Raises Refused, OSError."""
-    line = str(plan.facts["line"])
     log = os.open(plan.facts["kmsg"], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.lseek(log, 0, os.SEEK_END)
-        _announce(Path(plan.facts["socket"]), line)
-        with open(plan.facts["kmsg"], "wb", buffering=0) as kmsg:  # noqa: PTH123  (one write is one record)
-            kmsg.write(f"<4>{line}\n".encode())
+        _announced_and_written(plan, "line")
     except BaseException:
         os.close(log)
         raise
     return Written(plan, log)
+
+
+def _announced_and_written(plan: Plan, which: str) -> None:
+    line = str(plan.facts[which])
+    _announce(Path(plan.facts["socket"]), line)
+    kmsg = os.open(plan.facts["kmsg"], os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    try:
+        os.write(kmsg, f"<4>{line}\n".encode())  # one write is one record
+    finally:
+        os.close(kmsg)
 
 
 def _announce(path: Path, line: str) -> None:
@@ -132,4 +145,4 @@ def _announce(path: Path, line: str) -> None:
     except (client.NotRunning, client.AgentError) as error:
         raise Refused(f"the agent cannot be told of the line, and would call it a forgery: {error}") from None
     if not told["expected"]:
-        raise Refused(f"the agent would not see the line: {told['why']}")
+        raise Refused("the agent does not read the kernel's log, and would not see the line: kernel_log, tocsin doctor")

@@ -88,8 +88,8 @@ class View(Protocol):
     def end_announcement(self, run: str) -> None:
         """The drill is over."""
 
-    def expect_kernel_line(self, line: str, for_s: float) -> dict[str, Any]:
-        """Root is about to write exactly this line into the kernel's log, once: {"expected": is it read?, "why"}."""
+    def expect_kernel_line(self, message: str, for_s: float = 10.0) -> bool:
+        """A drill will write exactly this to /dev/kmsg: once, within `for_s`, it counts. False: the log is not read."""
 
     def tell(self, signal: str, subject: str, text: str | None) -> None:
         """What drilld says of a run (drill_orphaned) or a drill (drill_overdue); None: it is no longer so."""
@@ -295,7 +295,7 @@ def _expect_kernel_line(request: Request) -> Reply:
         raise BadRequest('send {"line": the exact text, "for_s": seconds}') from None
     if not line.isprintable() or not 0 < len(line) <= MAX_KERNEL_LINE or not 0 < for_s <= EXPECTED_AT_MOST_S:
         raise BadRequest(f"a line of 1 to {MAX_KERNEL_LINE} characters, for at most {EXPECTED_AT_MOST_S:g} s")
-    return _json(request.view.expect_kernel_line(line, for_s))
+    return _json({"expected": request.view.expect_kernel_line(line, for_s)})
 
 
 def _tell(request: Request) -> Reply:

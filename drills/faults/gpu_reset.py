@@ -166,7 +166,10 @@ def _engine_of(drill: Drill, found: Sequence[Holder]) -> tuple[list[ProcessId], 
     if unit.removesuffix(".service") in RESERVED_NAMES or unit.startswith("tocsin"):
         raise Refused(f"{unit} is what the node or Tocsin itself depends on: no drill may touch it")
     known = {one.pid for one in victims}
-    return victims + [h.process for h in found if h.unit == unit and h.process.pid not in known], unit
+    victims += [h.process for h in found if h.unit == unit and h.process.pid not in known]
+    if not {one.pid for one in victims} & {h.process.pid for h in found}:
+        raise Refused(f"{describe(victims[0])} does not run on this GPU: it would be killed for nothing")
+    return victims, unit
 
 
 def _pod_of(found: Sequence[Holder], agent: int) -> str | None:
@@ -301,9 +304,9 @@ class Resetting:
         self._lock = threading.Lock()
         self._seen: dict[str, Any] = {"phase": "started"}
         victims = msgspec.convert(plan.facts["victims"], list[ProcessId])
-        gone = [one.pid for one in victims if not proc.is_same(one)]
-        if gone:
-            raise Refused(f"gpu-reset: {', '.join(map(str, gone))} ended since the plan; plan again")
+        # Helpers of an engine come and go; its first process, or what of a pod had the GPU, must be the one planned.
+        if not any(map(proc.is_same, victims[:1] if plan.facts.get("unit") else victims)):
+            raise Refused(f"gpu-reset: {', '.join(str(one.pid) for one in victims)} ended since the plan; plan again")
         self._victims = victims
         self._thread = threading.Thread(target=self._run, name="gpu-reset", daemon=True)
         self._thread.start()
@@ -369,11 +372,21 @@ class Resetting:
                 _refuse_strangers(str(self._plan.facts["uuid"]), strangers)
             time.sleep(0.1)
 
+    def _holders(self) -> list[Holder]:
+        return [one for one in gpu.holders(Path(self._plan.facts["device"])) if one.process.pid != os.getpid()]
+
     def _strangers(self) -> list[Holder]:
-        found = gpu.holders(Path(self._plan.facts["device"]))
-        return _strangers([one for one in found if one.process.pid != os.getpid()], self._victims, 0)
+        return [one for one in _strangers(self._holders(), self._victims, 0) if not self._is_engine_s(one)]
+
+    def _is_engine_s(self, one: Holder) -> bool:
+        """Whether a process that came since the plan is of the engine's service or pod."""
+        unit, pod = self._plan.facts.get("unit"), self._plan.facts.get("pod", {}).get("uid")
+        return (unit is not None and one.unit == unit) or (pod is not None and one.pod == pod)
 
     def _kill(self) -> None:
+        known = {one.pid for one in self._victims}
+        came = [one.process for one in self._holders() if self._is_engine_s(one) and one.process.pid not in known]
+        self._victims += came
         for one in self._victims:
             with contextlib.suppress(ProcessLookupError):
                 fd = proc.open_pidfd(one)
@@ -416,8 +429,7 @@ class Resetting:
 
     def _wait_free(self) -> None:
         until = time.monotonic() + float(self._plan.facts["free_within_s"])
-        device = Path(self._plan.facts["device"])
-        while found := [one for one in gpu.holders(device) if one.process.pid != os.getpid()]:
+        while (found := self._holders()) and not self._cancelled.is_set():
             if time.monotonic() > until:
                 raise Refused(f"{self._plan.facts['uuid']} is still held by {'; '.join(map(str, found))}: not reset")
             time.sleep(0.1)

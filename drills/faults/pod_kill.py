@@ -159,7 +159,8 @@ def _plan(drill: Drill, run: str, victim: Mapping[str, Any], found: Sequence[Any
     facts = {
         "namespace": namespace, "name": name, "uid": uid_of(victim), "node": spec.get("nodeName"), "mode": mode,
         "selector": str(drill.target["selector"]), "grace_s": spec.get("terminationGracePeriodSeconds"),
-        "owner": f"{owner.get('kind')}/{owner.get('name')}", "before": [uid_of(pod) for pod in found],
+        "owner": f"{owner.get('kind')}/{owner.get('name')}", "workload": pods.workload_of(victim),
+        "before": [uid_of(pod) for pod in found],
         "ready": sum(map(pods.is_ready, found)), "of": len(standing),
     }
     how = f"kubectl delete pod -n {namespace} {name}" if mode == "delete" else f"evict pod {namespace}/{name}"

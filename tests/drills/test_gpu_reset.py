@@ -23,7 +23,7 @@ from agent import client
 from agent.config import load_all
 from agent.signals import CATALOGUE
 from drills import gate, gpu, heal, proc, runner, xid_line
-from drills.config import drills_of
+from drills.config import XID_RULES, drills_of
 from drills.faults import gpu_reset
 from drills.faults.gpu_reset import FAULT, Resetting
 from drills.gate import Gate
@@ -168,6 +168,8 @@ def test_what_may_not_be_reset(node: Node) -> None:
         FAULT.plan(replace(drill, target={**drill.target, "gpu": "GPU-x"}), RUN)
     with pytest.raises(Refused, match="has 2 GPUs under `gpus:`; name one"):
         FAULT.plan(replace(drill, target={**drill.target, "gpu": None, "gpus": [0, 1]}), RUN)
+    with pytest.raises(Refused, match="does not run on this GPU: it would be killed for nothing"):
+        FAULT.plan(replace(drill, target={**drill.target, "gpu": OTHER}), RUN)
     node.units_of[engine.pid] = "user@0.service/app.slice"
     with pytest.raises(Refused, match="is no service of systemd's: its restart cannot be gated"):
         FAULT.plan(drill, RUN)
@@ -305,6 +307,22 @@ def test_who_comes_between_plan_and_reset(node: Node, monkeypatch: pytest.Monkey
     assert f"held by what is not ours: process {stranger.pid} " in why
     assert engine.poll() is None
     assert not [line for line in node.asked() if "reset" in line]
+
+
+@pytest.mark.heavy
+def test_a_worker_that_began_after_the_plan(node: Node) -> None:
+    """Two minutes of baseline later the engine had started a worker anew: it is the engine's, and dies with it."""
+    engine, drill = node.engine()
+    helper, _ = node.start(STRANGER, unit=UNIT)
+    plan = FAULT.plan(drill, RUN)
+    assert {victim["pid"] for victim in plan.facts["victims"]} == {engine.pid, helper.pid}
+    helper.kill()
+    helper.wait(30)
+    worker, _ = node.start(STRANGER, unit=UNIT)
+    proven, why, last = done(plan)
+    assert proven, why
+    assert worker.wait(30) == engine.wait(30) == -signal.SIGKILL
+    assert last["outlive"] == []
 
 
 @pytest.mark.heavy
@@ -576,15 +594,16 @@ def test_a_line_is_announced_and_then_written(node: Node, monkeypatch: pytest.Mo
     told: list[tuple[Path, str, float]] = []
 
     def expect(path: Path, line: str, for_s: float) -> dict[str, Any]:
-        assert not node.kmsg.read_text()
+        assert line not in node.kmsg.read_text()
         told.append((path, line, for_s))
-        return {"expected": True, "why": None}
+        return {"expected": True}
 
     monkeypatch.setattr(client, "expect_kernel_line", expect)
     plan = FAULT.plan(node.drill("synthetic"), RUN)
-    assert re.fullmatch(rf"NVRM: Xid \(PCI:0000:1a:00\): 56, pid=\d+, name=tocsin, drill {RUN} mark [0-9a-f]{{16}}",
-                        plan.facts["line"])
-    assert (plan.undo, plan.restarts, plan.blast) == ([], False, {"replicas": 0})
+    for which, number in (("line", 163), ("end", 162)):
+        words = rf"NVRM: Xid \(PCI:0000:1a:00\): {number}, pid=\d+, name=tocsin, drill {RUN} mark [0-9a-f]{{16}}"
+        assert re.fullmatch(words, plan.facts[which])
+    assert (plan.expects, plan.restarts, plan.blast) == (XID_RULES, False, {"replicas": 0})
     held = FAULT.inject(plan, ())
     assert told == [(node.socket, plan.facts["line"], 10.0)]
     assert node.kmsg.read_text() == f"<4>{plan.facts['line']}\n"
@@ -592,6 +611,8 @@ def test_a_line_is_announced_and_then_written(node: Node, monkeypatch: pytest.Mo
     held.undo()
     held.undo()
     FAULT.undo(plan)
+    assert told[1:] == [(node.socket, plan.facts["end"], 10.0)]
+    assert node.kmsg.read_text().splitlines() == [f"<4>{plan.facts['line']}", f"<4>{plan.facts['end']}"]
     assert FAULT.left(plan) == []
     assert node.asked() == []
     assert FAULT.plan(node.drill("synthetic"), RUN).facts["mark"] != plan.facts["mark"]
@@ -603,8 +624,9 @@ def test_nothing_is_written_that_the_agent_was_not_told(node: Node, monkeypatch:
     """To an agent that knows nothing of it, the line is a forgery."""
     plan = FAULT.plan(node.drill("synthetic"), RUN)
     if how == "not read":
-        monkeypatch.setattr(client, "expect_kernel_line", lambda *_: {"expected": False, "why": "kernel_log is off"})
-    with pytest.raises(Refused, match="cannot be told of the line" if how == "no agent" else "kernel_log is off"):
+        monkeypatch.setattr(client, "expect_kernel_line", lambda *_: {"expected": False})
+    said = "cannot be told of the line" if how == "no agent" else "does not read the kernel's log"
+    with pytest.raises(Refused, match=said):
         FAULT.inject(plan, ())
     assert node.kmsg.read_text() == ""
 

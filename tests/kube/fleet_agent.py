@@ -1,8 +1,8 @@
 """One node of a fleet, for tests: the real timetable, lock, lease, ledger and holder, on a clock that it is told.
 
-`python -m tests.kube.fleet_agent NODE FOLDER WORLD LOG DRILL…` heals what its last life left, then reads `now SECONDS`
-lines: it looks at its timetable as if it were so late, and answers `looked OWED`. The fault is a file in the folder
-WORLD; it is in LOG before it is in.
+`python -m tests.kube.fleet_agent NODE FOLDER WORLD LOG LEASE_S DRILL…` heals what its last life left, then reads
+`now SECONDS` lines: it looks at its timetable as if it were so late, and answers `looked OWED`. The fault is a file in
+the folder WORLD; it is in LOG before it is in.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from drills import heal, lock
@@ -21,7 +22,7 @@ from drills.model import Drill, Refused, Schedule, State, Verdict
 from drills.schedule import Hands, Timetable
 from tests.drills.stand_ins import HOLDER, MARKER, arm, new_run
 
-PACE = Pace(lease_s=4.0, renew_s=0.4, margin_s=1.5, rank_s=0.3, look_s=0.2)
+PACE = Pace(renew_s=0.4, margin_s=1.5, rank_s=0.3, look_s=0.2)
 PREFLIGHT_S = 0.3
 RUN_S = 1.0
 SCHEDULE = Schedule("0 10 * * TUE#1")
@@ -30,10 +31,10 @@ SCHEDULE = Schedule("0 10 * * TUE#1")
 class Node:
     """A node's drilld and runner, in one."""
 
-    def __init__(self, name: str, root: Path, world: Path, log: Path) -> None:
+    def __init__(self, name: str, root: Path, world: Path, log: Path, lease_s: float) -> None:
         self.name, self.root, self.world, self.log = name, root, world, log
         self.now = 0.0
-        self.fleet = Fleet(name, pace=PACE)
+        self.fleet = Fleet(name, pace=replace(PACE, lease_s=lease_s))
 
     def heal(self) -> None:
         """As drilld does at its start: undo, then give the lease back."""
@@ -114,8 +115,8 @@ def main(arguments: Sequence[str]) -> int:
     """Be a node until standard input ends."""
     FAULTS["marker"] = MARKER
     name, root, world, log = arguments[0], *(Path(one) for one in arguments[1:4])
-    drills = [Drill(one, "marker", schedule=SCHEDULE) for one in arguments[4:]]
-    node = Node(name, root, world, log)
+    drills = [Drill(one, "marker", schedule=SCHEDULE) for one in arguments[5:]]
+    node = Node(name, root, world, log, float(arguments[4]))
     root.mkdir(parents=True, exist_ok=True)
     node.heal()
     hands = Hands(node.run_due, lambda *_: None, lambda *_: None, lambda _: None, lambda: None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,18 @@ def now(api: Api) -> lease.Said:
 
 
 @pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """So much later on the lease's clock, which stands still otherwise."""
+    now_s = [1000.0]
+
+    def move(span_s: float) -> None:
+        now_s[0] += span_s
+
+    monkeypatch.setattr(lease, "boot_s", lambda: now_s[0])
+    return move
+
+
+@pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """What the agent was told of orphans: run and text."""
     said: list[tuple[str, str]] = []
@@ -78,13 +90,15 @@ def test_a_silent_api_defers(api: Api, tmp_path: Path) -> None:
     drilld(tmp_path, "n2").sweep()  # and is no end of drilld
 
 
-def test_a_healed_node_gives_back(api: Api, tmp_path: Path) -> None:
+def test_a_healed_node_gives_back(api: Api, tmp_path: Path, later: Callable[[float], None]) -> None:
     """The node came back: not before its ledger is clean, then at once."""
     daemon = drilld(tmp_path, "n1")
     hold("n1")
     folder = daemon.root / "runs" / "run-1"
     ledger = Ledger.create(folder, {"drill": "kill"})
     ledger.write(State.ARMED)
+    daemon.tidy_lease()
+    later(PACE.lease_s)
     daemon.tidy_lease()
     assert (now(api).node, now(api).run) == ("n1", "run-1")
     ledger.write(State.REVERTED)
@@ -99,26 +113,23 @@ def test_a_healed_node_gives_back(api: Api, tmp_path: Path) -> None:
 
 
 def test_the_finder_pages_for_a_dead_node(
-    api: Api, tmp_path: Path, told: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+    api: Api, tmp_path: Path, told: list[tuple[str, str]], later: Callable[[float], None]
 ) -> None:
     """The node that is away cannot page. One of the others does, until it is back and has given back."""
     dead, finder = api.node(), drilld(tmp_path, "n2")
     hold(dead)
     finder.tidy_lease()
     assert told == []  # nobody has found it yet
-    later = [lease.boot_s()]
-    monkeypatch.setattr(lease, "boot_s", lambda: later[0])
-
-    def nap(span_s: float) -> None:
-        later[0] += span_s
-
     with pytest.raises(Refused, match="is ORPHANED"):
-        Fleet("n2", pace=PACE, sleep=nap).take("run-2", "kill", None)
+        Fleet("n2", pace=PACE, sleep=later).take("run-2", "kill", None)
     finder.tidy_lease()
     drilld(tmp_path, "n3").tidy_lease()
     assert [run for run, _ in told] == ["run-1"]
     assert f"run run-1 of node {dead} is ORPHANED (GPU-7): its node undoes it when it is back" in told[0][1]
-    Fleet(dead, pace=PACE).tidy(lambda: True)
+    back = Fleet(dead, pace=PACE)
+    back.tidy(lambda: True)
+    later(PACE.lease_s)
+    back.tidy(lambda: True)
     finder.tidy_lease()
     finder.tidy_lease()
     assert told[1:] == [("run-1", "")]

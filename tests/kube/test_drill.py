@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drills import lease, pods
+from drills import lease, ledger, pods
 from drills.lease import said_of
 from tests.agent_process import ROOT, AgentProcess
-from tests.drills.stand_ins import wait_for
+from tests.drills.stand_ins import tmpfs, wait_for
 from tests.kube.kubelet import Workload
 from tests.kube.scene import SELECTOR, Api
 from tests.needs import find, need
@@ -167,3 +169,68 @@ def test_the_last_replica_is_not_killed(api: Api, scene: Scene, tmp_path: Path) 
     assert (ran.record["verdict"], ran.status) == ("SKIPPED", 6), ran.said
     assert "1 of 1 replicas are healthy, 0 after the fault; at least 1" in ran.record["why"]
     assert lease_of(api).node == ""
+
+
+def free_bytes(disk: Path) -> int:
+    """For those who are not root."""
+    size = os.statvfs(disk)
+    return size.f_bavail * size.f_frsize
+
+
+def test_a_runner_that_is_stopped_past_its_lease(api: Api, tmp_path: Path, free_port: Callable[[], int]) -> None:
+    """The runner stood still for a minute, another node might have begun: by then its fault was out, without it."""
+    node, ports = api.node(), [free_port(), free_port()]
+    with tmpfs(tmp_path / "disk", "48m") as disk, ExitStack() as stack:
+        for port in ports:
+            stack.enter_context(engine(port))
+        target, none = {"path": str(disk)}, dict.fromkeys(("goodput", "ttft_p99", "itl_p99", "error_ratio"))
+        drill = {"name": "full", "fault": "disk-full", "target": target, "params": {"leave": "4MiB"}, "for": "200s",
+                 "baseline": "1s", "recovery": "2s", "holds": none}  # fmt: skip
+        engines = [{"name": f"e{port}", "url": f"http://127.0.0.1:{port}"} for port in ports]
+        config = {"node": node, "poll": "1s", "nvml": "off", "kernel_log": "off", "discover": False, "engines": engines,
+                  "drills": [drill], "drill_guards": {"lever_file": str(tmp_path / "NO-DRILLS")}}  # fmt: skip
+        agent = stack.enter_context(AgentProcess(tmp_path / "agent", config))
+        command = [sys.executable, "-m", "agent", "drill", "run", "full", "--foreground", "--accept-unknown-budget",
+                   "--config", str(agent.path)]  # fmt: skip
+        before = free_bytes(disk)
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process, \
+                ended(process):
+            wait_for(lambda: free_bytes(disk) < before / 2, WITHIN_S)
+            (run,) = (tmp_path / "agent" / "state" / "drills" / "runs").iterdir()
+            runner = ledger.process_of(ledger.read(run), "runner")
+            assert runner is not None
+            os.kill(runner.pid, signal.SIGSTOP)
+            try:
+                took_s = wait_for(lambda: free_bytes(disk) >= before / 2, WITHIN_S)
+                assert took_s < lease.PACE.lease_s
+                assert lease_of(api).run == run.name  # and nobody had given it back meanwhile
+            finally:
+                os.kill(runner.pid, signal.SIGCONT)
+            assert process.wait(WITHIN_S) == 5
+    record = json.loads((run / "run.json").read_bytes())
+    assert record["verdict"] == "ABORTED"
+    assert lease.STALE in record["why"] or "the holder ended before its time" in record["why"]
+    assert (lease_of(api).node, lease_of(api).marks["full"].verdict) == ("", "ABORTED")
+
+
+@contextmanager
+def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Whatever the test finds: who waits for a process that goes on waits long."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
+@contextmanager
+def engine(port: int) -> Iterator[None]:
+    """An engine of the node's configuration."""
+    words = ["--host", "127.0.0.1", "--port", str(port)]
+    with subprocess.Popen([sys.executable, "-m", "tests.drills.streaming_engine", *words], cwd=ROOT,
+                          stdout=subprocess.PIPE, text=True) as process:  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield
+        finally:
+            process.kill()

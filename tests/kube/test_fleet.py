@@ -19,26 +19,27 @@ import pytest
 from drills import cron, lease
 from drills.cluster import Cluster
 from tests.drills.stand_ins import ROOT, wait_for
-from tests.kube.fleet_agent import PACE, SCHEDULE
+from tests.kube.fleet_agent import SCHEDULE
 from tests.kube.scene import Api
 
 DAY_S = 86_400.0
 BEGIN = datetime(2026, 12, 5, tzinfo=UTC).timestamp()
+LEASE_S = 4.0  # where nodes die: so long the others wait
 WITHIN_S = 120.0  # for whatever only takes long when it is broken
 
 
 class Agent:
     """One node's process; a life may end, and another one begin."""
 
-    def __init__(self, name: str, folder: Path, drills: Sequence[str]) -> None:
-        self.name, self.folder, self.drills = name, folder, drills
+    def __init__(self, name: str, folder: Path, lease_s: float, drills: Sequence[str]) -> None:
+        self.name, self.folder, self.lease_s, self.drills = name, folder, lease_s, drills
         self.owes = False
         self.busy = False
         self._start()
 
     def _start(self) -> None:
         words = [self.name, str(self.folder / self.name), str(self.folder / "world"), str(self.folder / "log"),
-                 *self.drills]
+                 str(self.lease_s), *self.drills]
         with (self.folder / f"{self.name}.err").open("ab") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.kube.fleet_agent", *words], cwd=ROOT, stderr=err, stdin=subprocess.PIPE,
@@ -123,15 +124,15 @@ class World:
 
 
 @contextmanager
-def fleet(api: Api, folder: Path, size: int, drills: Sequence[str] = ("kill",)) -> Iterator[dict[str, Agent]]:
+def fleet(api: Api, folder: Path, size: int, lease_s: float, drills: Sequence[str]) -> Iterator[dict[str, Agent]]:
     """So many nodes, opted in and Ready, and two that are not."""
     agents = {}
     try:
         for number in range(size):
             name = api.node(f"{api.namespace}-n{number}")
-            agents[name] = Agent(name, folder, drills)
+            agents[name] = Agent(name, folder, lease_s, drills)
         for name in (api.node(f"{api.namespace}-out", opted_in=False), api.node(f"{api.namespace}-sick", ready=False)):
-            agents[name] = Agent(name, folder, drills)
+            agents[name] = Agent(name, folder, lease_s, drills)
         yield agents
     finally:
         for agent in agents.values():
@@ -173,7 +174,7 @@ def begin(agents: dict[str, Agent]) -> None:
 @pytest.mark.heavy
 def test_a_monthly_schedule_fires_once_in_a_fleet_of_fifty(api: Api, tmp_path: Path) -> None:
     """Fifty nodes had one configuration, and each first Tuesday fifty drills were due at the same minute."""
-    with fleet(api, tmp_path, 50) as agents, World(tmp_path / "world") as world:
+    with fleet(api, tmp_path, 50, 30.0, ["kill"]) as agents, World(tmp_path / "world") as world:
         begin(agents)
         for due_at in dues(12):
             for day in range(5):
@@ -197,7 +198,8 @@ def test_a_monthly_schedule_fires_once_in_a_fleet_of_fifty(api: Api, tmp_path: P
 def test_never_two_at_once_whatever_dies_or_stops(api: Api, tmp_path: Path) -> None:
     """Runners and whole nodes killed, stopped past their lease and let go on, while others want to drill as well."""
     chance = random.Random(20261129)
-    with fleet(api, tmp_path, 12, ["kill", "hang"]) as agents, World(tmp_path / "world") as world, Cluster() as own:
+    both = ["kill", "hang"]
+    with fleet(api, tmp_path, 12, LEASE_S, both) as agents, World(tmp_path / "world") as world, Cluster() as own:
         begin(agents)
         able = [agent for name, agent in agents.items() if not name.endswith(("out", "sick"))]
         for number, due_at in enumerate(dues(8)):
@@ -215,7 +217,7 @@ def test_never_two_at_once_whatever_dies_or_stops(api: Api, tmp_path: Path) -> N
             else:
                 raise AssertionError("some node still owes this month's drill after 18 days")
     ran = [(float(due), drill) for due, _, drill in runs_of(tmp_path)]
-    wanted = {(due, drill) for due in dues(8) for drill in ("kill", "hang")}
+    wanted = {(due, drill) for due in dues(8) for drill in both}
     assert len(set(ran)) == len(ran)  # never twice for one time
     # One that is killed between its mark in the lease and its line in the log is held, and in no log.
     assert set(ran) <= wanted
@@ -235,9 +237,9 @@ def harm(victim: Agent, number: int, chance: random.Random) -> None:
     everything = number % 2 == 1
     if number % 4 < 2:
         victim.kill(everything)
-        time.sleep(chance.uniform(0.0, 1.5 * PACE.lease_s))
+        time.sleep(chance.uniform(0.0, 1.5 * LEASE_S))
         victim.again()
         return
     victim.stop(everything)
-    time.sleep(PACE.lease_s + chance.uniform(0.5, 3.0))
+    time.sleep(LEASE_S + chance.uniform(0.5, 3.0))
     victim.stop(everything, signal.SIGCONT)

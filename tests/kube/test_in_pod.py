@@ -62,8 +62,10 @@ def engine(free_port: Callable[[], int]) -> Iterator[tuple[subprocess.Popen[str]
                           stdout=subprocess.PIPE, text=True) as process:  # fmt: skip
         assert process.stdout is not None
         process.stdout.readline()
-        yield process, port
-        process.kill()
+        try:
+            yield process, port
+        finally:
+            process.kill()
 
 
 def drill(api: Api, fault: str = "process-kill", **target: Any) -> Drill:

@@ -126,10 +126,16 @@ def test_one_that_ended_is_taken_over(api: Api, boot: Boot) -> None:
 
 
 def test_our_own_that_was_cut_off(api: Api, boot: Boot) -> None:
-    """This node's own lock says that its last runner is dead: it need not wait for its own lease."""
-    died(fleet("n1", boot).take("run-1", "kill", None))
-    fleet("n1", boot).take("run-2", "kill", None).release("kill", None)
-    assert boot.naps == []
+    """Two nodes had one name by a mistake, and each took the other's lease for its own of before."""
+    first = keep(fleet("n1", boot).take("run-1", "kill", None))
+    with pytest.raises(Refused, match="run run-1 of node n1 holds the fleet's drill lease"):
+        fleet("n1", boot, sleep=boot.doze).take("run-2", "kill", None)
+    first.bind("kill", DUE, ["GPU-7"])
+    died(first)
+    start = boot.now
+    second = fleet("n1", boot).take("run-2", "kill", None)  # its own: healed, or this node's lock were not to be had
+    assert boot.now - start >= PACE.lease_s
+    second.release("kill", None)
 
 
 def test_a_silent_api_is_a_no(api: Api, boot: Boot, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,10 +275,12 @@ def test_an_orphan_is_nobody_else_s(api: Api, boot: Boot) -> None:
             fleet(node, boot).take("run-2", "kill", None)
     assert now(api).reporter == here
     assert fleet(here, boot).tidy(lambda: True) == now(api)  # not its own
+    back = fleet(dead, boot)
+    back.tidy(lambda: True)
+    boot.nap(PACE.lease_s)
+    back.tidy(lambda: False)  # not healed yet
     assert now(api).node == dead
-    fleet(dead, boot).tidy(lambda: False)  # not healed yet
-    assert now(api).node == dead
-    fleet(dead, boot).tidy(lambda: True)
+    back.tidy(lambda: True)
     said = now(api)
     assert (said.node, said.targets, said.reporter) == ("", "", "")
     assert said.marks["kill"].verdict == "ABORTED"
@@ -283,6 +291,18 @@ def test_an_orphan_whose_node_is_gone(api: Api, boot: Boot) -> None:
     """The machine was given back to the cloud: what was on it is gone with it."""
     died_bound("gone", boot)
     fleet("n2", boot).take("run-2", "kill", None).release("kill", None)
+
+
+def test_a_lease_that_lives_is_not_tidied_away(api: Api, boot: Boot) -> None:
+    """A run by hand, with a state of its own, on the same node: drilld knew nothing of it, and gave its lease back."""
+    held, sweeper = keep(fleet("n1", boot).take("run-1", "kill", None)), fleet("n1", boot)
+    for _ in range(3):
+        sweeper.tidy(lambda: True)
+        until = held.good_until
+        boot.nap(40.0)
+        wait_for(lambda until=until: held.good_until > until)  # type: ignore[misc]
+    assert now(api).node == "n1"
+    held.release("kill", None)
 
 
 def test_no_lease_no_tidying(api: Api, boot: Boot) -> None:

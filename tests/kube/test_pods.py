@@ -11,6 +11,7 @@ from drills import pods
 from drills.cluster import OPT_IN
 
 NOW = datetime.fromisoformat("2026-11-29T12:00:00Z").timestamp()
+VLLM = "ReplicaSet/vllm"
 OWNER = {"kind": "ReplicaSet", "name": "vllm", "uid": "rs-1", "controller": True}
 
 
@@ -46,19 +47,29 @@ def test_c091_a_replacement_that_never_gets_ready() -> None:
     found[2]["status"]["containerStatuses"] = [{"state": {"waiting": {"reason": "ContainerCreating"}}}]
     event = {"type": "Warning", "message": "Insufficient nvidia.com/gpu", "involvedObject": {"uid": "u-3"}}
 
-    said = pods.why_not_back(found, "u-1", ["u-1", "u-2"], [event])
+    said = pods.why_not_back(found, "u-1", ["u-1", "u-2"], VLLM, [event])
 
     assert said == ("replacement vllm-3 (u-3) not ready: Insufficient nvidia.com/gpu; vllm-1 (u-1) still terminating")
-    assert "ContainerCreating" in pods.why_not_back(found, "u-1", ["u-1", "u-2"])
-    assert pods.why_not_back(found[:2], "u-1", ["u-1", "u-2"]).startswith("no replacement was made; vllm-1")
-    assert pods.why_not_back([*found[1:2], pod("vllm-3", uid="u-3", ready=True)], "u-1", ["u-1", "u-2"]) == ""
+    assert "ContainerCreating" in pods.why_not_back(found, "u-1", ["u-1", "u-2"], VLLM)
+    assert pods.why_not_back(found[:2], "u-1", ["u-1", "u-2"], VLLM).startswith("no replacement was made; vllm-1")
+    assert pods.why_not_back([*found[1:2], pod("vllm-3", uid="u-3", ready=True)], "u-1", ["u-1", "u-2"], VLLM) == ""
 
 
 def test_a_name_that_comes_back_is_another_pod() -> None:
     """C089: llm-0 of a StatefulSet came back as llm-0, and the drill took the old one for the new one."""
     old, new = pod("llm-0", uid="u-1", ready=True), pod("llm-0", uid="u-2", ready=True)
-    assert pods.newcomers([old], ["u-1"]) == []
-    assert pods.newcomers([new], ["u-1"]) == [new]
+    assert pods.newcomers([old], ["u-1"], VLLM) == []
+    assert pods.newcomers([new], ["u-1"], VLLM) == [new]
+
+
+def test_another_workload_s_pod_replaces_nothing() -> None:
+    """The selector chose the canary's pods as well: one that was scaled up stood for the pod that never came back."""
+    canary = pod("canary-1", ready=True, owners=({**OWNER, "name": "canary"},))
+    assert pods.newcomers([canary], [], VLLM) == []
+    assert pods.why_not_back([canary], "u-1", ["u-1"], VLLM) == "no replacement was made"
+    rolled = [pod(f"vllm-{hash_}-x", labels={"pod-template-hash": hash_}, owners=({**OWNER, "name": f"vllm-{hash_}"},))
+              for hash_ in ("5d9c", "77fb")]  # fmt: skip
+    assert {pods.workload_of(one) for one in rolled} == {VLLM}
 
 
 @pytest.mark.parametrize(
