@@ -17,7 +17,7 @@ import sys
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import compress, repeat
 from operator import itemgetter, ne
 from typing import NamedTuple
@@ -633,7 +633,7 @@ class Reader:
     """
 
     def __init__(self, wanted: Collection[str] | None = None, max_series: int = MAX_SERIES) -> None:
-        self._wanted = None if wanted is None else frozenset(_with_suffixes(wanted))
+        self._wanted = None if wanted is None else _suffixed(frozenset(wanted))
         self._max_series = max_series
         self._forget()
 
@@ -718,6 +718,12 @@ def _points(texts: list[bytes], openmetrics: bool) -> tuple[Iterable[float], Ite
     if math.inf in values or -math.inf in values:
         raise _Bad("out of a float's range")
     return values, repeat(None)
+
+
+@lru_cache(4)
+def _suffixed(wanted: frozenset[str]) -> frozenset[str]:
+    """One set for all readers that want the same."""
+    return frozenset(_with_suffixes(wanted))
 
 
 def _with_suffixes(wanted: Iterable[str]) -> Iterable[str]:

@@ -203,7 +203,7 @@ def test_the_real_proc_shows_what_listens() -> None:
 )
 def test_ranks_by_their_titles(title: str) -> None:
     """As vLLM and SGLang name their workers."""
-    assert ranks_of((7,), [Seen(7, 1, (title,), True)]) == {7: 1}
+    assert ranks_of((7,), [Seen(7, (title,))]) == {7: 1}
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, repeat
 from operator import le
 from typing import NamedTuple
@@ -158,7 +158,7 @@ class PageReader:
         kinds = KINDS if kind == "auto" else (kind,)
         self._maps = tuple(load_map(k) for k in kinds) if maps is None else tuple(maps)
         self._map = None if kind == "auto" else self._maps[0]
-        self._reader = Reader(spellings(self._maps))
+        self._reader = Reader(_wanted(kinds) if maps is None else spellings(self._maps))
         self._start_names = {
             normalise(alias.name)
             for engine_map in self._maps
@@ -571,6 +571,12 @@ class PageReader:
         if self._removed:
             notes.append("gone since the last build: " + ", ".join(self._removed))
         return Found("page", self.target, version, note="; ".join(notes))
+
+
+@lru_cache(8)
+def _wanted(kinds: tuple[str, ...]) -> frozenset[str]:
+    """One set for all readers of the same engines."""
+    return spellings(load_map(kind) for kind in kinds)
 
 
 def _between(indices: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ def foreign(port: int, proc: Path = Path("/proc")) -> int | None:
     None where this table cannot tell: it does not show our own connection to that port (another network namespace), or
     we hold none now.
     """
-    rows = list(_rows(proc))
+    rows = list(_rows(proc, f":{port:04X} "))
     held = _own_inodes(proc)
     ours = {local for local, remote, inode in rows if remote == port and inode in held}
     clients = [remote for local, remote, _ in rows if local == port]
@@ -24,12 +24,12 @@ def foreign(port: int, proc: Path = Path("/proc")) -> int | None:
     return sum(client not in ours for client in clients)
 
 
-def _rows(proc: Path) -> Iterator[tuple[int, int, int]]:
-    """(local port, remote port, inode) of every connection in our network namespace."""
+def _rows(proc: Path, needle: str) -> Iterator[tuple[int, int, int]]:
+    """(local port, remote port, inode) of the connections in our network namespace whose line has `needle`."""
     for name in ("tcp", "tcp6"):
         with suppress(OSError):
-            for line in (proc / "self" / "net" / name).read_text().splitlines()[1:]:
-                fields = line.split()
+            for line in (proc / "self" / "net" / name).read_text().splitlines():
+                fields = line.split() if needle in line else []
                 if len(fields) > 9 and fields[3] == _ESTABLISHED:
                     yield int(fields[1].rpartition(":")[2], 16), int(fields[2].rpartition(":")[2], 16), int(fields[9])
 

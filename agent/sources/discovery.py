@@ -6,11 +6,13 @@ seen; what listens on the others (NCCL, TCPStore, ZMQ) is never touched. Reads /
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,32 +108,33 @@ def _option(argv: Sequence[str], names: Iterable[str]) -> str | None:
 
 
 class Process(NamedTuple):
-    """One process as /proc shows it. `is_here`: in our network namespace; None where we may not look."""
+    """One process as /proc shows it."""
 
     pid: int
-    parent: int
     argv: tuple[str, ...]
-    is_here: bool | None
 
 
 def processes(proc: Path) -> list[Process]:
     """All that have a command line."""
-    ours, found = _namespace(proc / "self"), []
-    for folder in proc.iterdir():
-        if not folder.name.isdigit():
+    found = []
+    for name in os.listdir(proc):  # noqa: PTH208  (a Path for each of thousands costs more than reading them)
+        if not name.isdigit():
             continue
         try:
-            raw = (folder / "cmdline").read_bytes()
-            if not raw:
-                continue
-            stat = (folder / "stat").read_text(errors="replace")
+            with open(f"{proc}/{name}/cmdline", "rb") as file:  # noqa: PTH123
+                raw = file.read()
         except OSError:
             continue
-        argv = tuple(word.decode("utf-8", "replace") for word in raw.rstrip(b"\0").split(b"\0"))
-        theirs = _namespace(folder)
-        is_here = None if theirs is None or ours is None else theirs == ours
-        found.append(Process(int(folder.name), int(stat.rpartition(")")[2].split()[1]), argv, is_here))
+        if raw:
+            argv = tuple(word.decode("utf-8", "replace") for word in raw.rstrip(b"\0").split(b"\0"))
+            found.append(Process(int(name), argv))
     return sorted(found)
+
+
+def is_here(proc: Path, pid: int) -> bool | None:
+    """Whether a process is in our network namespace; None where we may not look."""
+    ours, theirs = _namespace(proc / "self"), _namespace(proc / str(pid))
+    return None if theirs is None or ours is None else theirs == ours
 
 
 def _namespace(folder: Path) -> str | None:
@@ -150,7 +153,7 @@ def listening(proc: Path) -> dict[int, tuple[str, int]]:
         except OSError:
             continue
         for line in lines:
-            fields = line.split()
+            fields = line.split() if f" {_LISTEN} " in line else []
             if len(fields) > 9 and fields[3] == _LISTEN:
                 address, _, port = fields[1].rpartition(":")
                 found[int(port, 16)] = (_address(address), int(fields[9]))
@@ -177,11 +180,13 @@ def owner_of(proc: Path, inode: int, of: Iterable[Process]) -> Process | None:
     return None
 
 
-def descendants(pid: int, of: Iterable[Process]) -> tuple[int, ...]:
+def descendants(pid: int, of: Iterable[Process], proc: Path) -> tuple[int, ...]:
     """A process and all that descend from it."""
     children: dict[int, list[int]] = {}
     for process in of:
-        children.setdefault(process.parent, []).append(process.pid)
+        with suppress(OSError):
+            stat = (proc / str(process.pid) / "stat").read_text(errors="replace")
+            children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(process.pid)
     found, todo = [], [pid]
     while todo:
         one = todo.pop()
@@ -234,14 +239,14 @@ class DiscoverySource:
             named = engine_of(process.argv)
             if named is None or named.port in claimed:
                 continue
-            is_open = named.port in open_ports
-            if process.is_here is False or (process.is_here is None and not is_open):
+            is_open, here = named.port in open_ports, is_here(self._proc, process.pid)
+            if here is False or (here is None and not is_open):
                 notes.append(f"a {load_map(named.kind).title} (process {process.pid}) in another network namespace:"
                              " name its address under engines")
                 continue
             claimed.add(named.port)
             host = open_ports[named.port][0] if is_open else _host(named.host)
-            pids = descendants(process.pid, of)
+            pids = descendants(process.pid, of, self._proc)
             yield found_engine(host, named.port, named.kind, f"its command line (process {process.pid})", pids=pids,
                                ranks=ranks_of(pids, of), is_tls=named.is_tls)
         for port in WELL_KNOWN:

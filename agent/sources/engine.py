@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -25,9 +26,11 @@ TOTAL_S = 3.0  # connecting included
 HEALTH_EVERY_S = 15.0
 HEALTH_TOTAL_S = 5.0
 HEALTH_MAX_BYTES = 256 * 1024
-CONNECTIONS_EVERY_S = 15.0
+CONNECTIONS_EVERY_S = 300.0  # the table of a busy machine is long
+SUSPECT_EVERY_S = 15.0  # while it says that it works and nothing moves
 OTHER_PATH = "/prometheus/metrics"  # trtllm-serve's
 
+WORK = frozenset({"running", "waiting", "generation_tokens"})
 _RUNGS = ("TCP", "/health", "/metrics")  # the rung that fails, by the number of those climbed
 
 
@@ -70,6 +73,7 @@ class EngineSource:
         parts = urlsplit(base)
         self._port = (parts.port or 80) if is_local(parts.hostname or "") else None
         self._connections: tuple[float, int | None] = (-math.inf, None)  # when counted (monotonic), how many
+        self._worked: list[tuple[str, float]] = []  # WORK as last told
         self._is_elsewhere: bool | None = None  # the page stands at OTHER_PATH; None: nobody had to look
         fetcher = Fetcher(
             base + "/health",
@@ -95,7 +99,7 @@ class EngineSource:
             error = f"{self._failed_rung(e, health)} of {self.url} fails: {e}"
             readings = self._pages.failed(e.code, error, now, is_down=e.is_down)
         readings += self._ladder(failure, health, error or "", now)
-        connected = self._connected() if failure is None else None
+        connected = self._connected(readings) if failure is None else None
         if connected is not None:
             readings.append(Sample("connections", self.target, float(connected), now))
         took_s = time.monotonic() - start
@@ -138,12 +142,15 @@ class EngineSource:
             said = f" (it calls itself {content_type[:60]})" if "json" in content_type or "html" in content_type else ""
             raise FetchError(e.code, f"{e}{said}") from e
 
-    def _connected(self) -> int | None:
-        """Connections to it that are not ours, counted every 15 s: the table may be long."""
+    def _connected(self, readings: Sequence[Sample | Gap]) -> int | None:
+        """Connections to it that are not ours, counted now and then, and often while it says that it works in vain."""
         if self._port is None:
             return None
+        told = [(r.name, r.value) for r in readings if r.name in WORK and isinstance(r, Sample)]
+        works = any(value > 0 for name, value in told if name != "generation_tokens")
+        is_suspect, self._worked = works and told == self._worked, told
         start = time.monotonic()
-        if start - self._connections[0] >= CONNECTIONS_EVERY_S:
+        if start - self._connections[0] >= (SUSPECT_EVERY_S if is_suspect else CONNECTIONS_EVERY_S):
             self._connections = (start, foreign(self._port))
         return self._connections[1]
 
