@@ -45,6 +45,8 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.node": Row("agent.evaluate agent.model agent.signals agent.windows agent.words"),
     "agent.engines": Row("agent.model", "importlib msgspec yaml"),  # its maps, read from the package
     "agent.engines.pages": Row("agent.engines agent.exposition agent.model"),
+    "agent.hardware": Row(),
+    "agent.hardware.lines": Row(),
     # Files of the user's, read once.
     "agent.strict": Row("", "msgspec pathlib yaml"),
     "agent.config": Row("agent.model agent.strict rules", "msgspec os pathlib socket zoneinfo"),
@@ -59,7 +61,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sources.engine": Row("agent.engines.pages agent.exposition agent.model agent.sources.fetch", WORLD),
     "agent.sources.fetch": Row("agent.model", WORLD),
     "agent.sources.nvml": Row("agent.model agent.sources.nvml_values", WORLD),
-    "agent.sources.nvml_values": Row("agent.model", "pynvml"),
+    "agent.sources.nvml_values": Row("agent.hardware.lines agent.model", "pynvml"),
     "agent.notifiers": Row(
         "agent.config agent.model agent.notifiers.alertmanager agent.notifiers.channel agent.notifiers.heartbeat"
         " agent.notifiers.webhook"

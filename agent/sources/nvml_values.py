@@ -6,14 +6,16 @@ nvml.py opens the GPUs and guards the calls; here is what is asked of a handle t
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pynvml
 
+from agent.hardware.lines import bdf
 from agent.model import Found, Gap, GpuFacts, Sample, Why
+
+__all__ = ["NAMES", "Gpu", "bdf", "gaps_of", "is_blank", "poll_gpu", "text_of"]
 
 Call = Callable[..., Any]  # (pynvml's function by name, whose GPU for messages, its arguments)
 
@@ -35,21 +37,6 @@ CODES: Mapping[int, Why] = {
     pynvml.NVML_ERROR_GPU_NOT_FOUND: Why.LOST,
     pynvml.NVML_ERROR_TIMEOUT: Why.TIMEOUT,
 }
-
-
-def bdf(text: str) -> str:
-    """A PCI address as domain:bus:device in lower-case hex, from NVML's, the kernel's or lspci's spelling.
-
-    `00000000:1B:00.0`, `PCI:0000:1b:00`, `000b:00:00` (three parts: no function) and `1b:00.0` (domain 0) are
-    understood. Raises ValueError for anything else.
-    """
-    found = re.fullmatch(
-        r"(?:PCI:)?(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.[0-7])?", text.strip(), re.IGNORECASE
-    )
-    if found is None:
-        raise ValueError(f"{text!r} is not a PCI address; expected domain:bus:device, as in 0000:1b:00")
-    domain, bus, device = (int(part or "0", 16) for part in found.groups())
-    return f"{domain:04x}:{bus:02x}:{device:02x}"
 
 
 def is_blank(raw: float, wide: bool = False) -> bool:
