@@ -630,7 +630,7 @@ class Config(_Form, frozen=True):
 
 # Keys of the contract whose function this version does not have yet. An entry goes when its function comes.
 WITHOUT_FUNCTION: tuple[str, ...] = (
-    "routers", "gpus", "kernel_log", "sources", "cluster_rules", "pattern", "probe", "web",
+    "routers", "sources", "cluster_rules", "pattern", "probe", "web",
 )
 
 
@@ -638,7 +638,6 @@ def without_function(config: Config) -> list[str]:
     """A sentence for each key that is set and that this version does not act on: nothing is ignored silently."""
     unset = Config()
     said = [key for key in WITHOUT_FUNCTION if getattr(config, key) != getattr(unset, key)]
-    said += ["rules.xid"] if config.rules.xid else []
     for name, item in channels(config):
         said += [f"notify: {name}: {key}" for key in ("quiet", "repeat") if getattr(item, key) is not None]
     notes = [f"{key}: this version checks it and does not act on it" for key in said]

@@ -11,9 +11,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 if __name__ == "__main__":  # structlog would take rich along for tracebacks in colour: 4 MiB in a daemon that has none
     sys.modules["rich"] = None  # type: ignore[assignment]
@@ -29,6 +29,8 @@ from agent.notifiers import Needs, build_channels, channel_names
 from agent.outbox import Outbox
 from agent.signals import CATALOGUE, Target
 from agent.sources.engine import EngineSource
+from agent.sources.gpu_devices import GpuDevices
+from agent.sources.kernel_log import KernelLog
 from agent.store import Store, StoreError
 from agent.strict import ConfigErrors
 from agent.web.app import PRIVATE, PUBLIC, allowed_hosts, make_app
@@ -51,17 +53,27 @@ def setup_of(config: Config, rules: Sequence[Rule], *, clip_windows: bool = Fals
                startup_within_s=0.0 if clip_windows else e.startup_within)  # a check alone waits for no start
         for e in config.engines)
     return Setup(config.node or "", config.poll, slo_for(config), targets, tuple(rules), severity_of,
-                 config.external_url, config.nvml != "off", clip_windows)
+                 config.external_url, config.nvml != "off", clip_windows,
+                 xid_severity={number: over.severity for number, over in config.rules.xid.items()},
+                 gpus_expected=config.gpus.expected)
 
 
-def sources_of(config: Config, shapes: dict[str, bool]) -> list[Source]:
-    """Everything that a configuration has read. `shapes`: which targets had several engines at first sight."""
+def sources_of(config: Config, shapes: dict[str, bool], cursor: Mapping[str, Any] | None = None,
+               *, once: bool = False) -> list[Source]:
+    """Everything that a configuration has read. `shapes`: which targets had several engines at first sight.
+
+    `cursor`: up to where the kernel log was read; `once`: for a single look.
+    """
     sources: list[Source] = [EngineSource(target_name(e), e.url, kind=e.kind, shape=shapes.get(target_name(e)))
                              for e in config.engines]
     if config.nvml != "off":
         from agent.sources.nvml import NvmlSource  # 4 MiB that a node without GPUs need not hold
 
-        sources.append(NvmlSource())
+        nvml = NvmlSource()
+        sources += [nvml, nvml.events, GpuDevices()]
+    if config.kernel_log != "off":
+        path = None if config.kernel_log == "auto" else Path(config.kernel_log)
+        sources.append(KernelLog(path, cursor, undated=once))
     return sources
 
 
@@ -78,9 +90,11 @@ def set_up_logging(stream: TextIO) -> None:
 def build(config: Config, rules: RuleSet) -> Agent:
     """The agent with its sources, store and channels, its memory taken back. Raises StoreError."""
     store = Store(config.state_dir / DATABASE)
+    learned = store.meta("learned") or {}
     shapes = {name: len(known["engines"]) > 1 or known["engines"][0] != name
-              for name, known in ((store.meta("learned") or {}).get("targets") or {}).items() if known.get("engines")}
-    agent = Agent(Node(setup_of(config, rules.rules)), Collector(sources_of(config, shapes)), store,
+              for name, known in (learned.get("targets") or {}).items() if known.get("engines")}
+    sources = sources_of(config, shapes, learned.get("kernel_log"))
+    agent = Agent(Node(setup_of(config, rules.rules)), Collector(sources), store,
                   notes=[*without_function(config), *rules.notes])
     agent.restore()
     names = channel_names(config, store.meta(CHANNELS) or {})

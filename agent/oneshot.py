@@ -20,10 +20,11 @@ ROUNDS = 5  # at least: three failed reads in a row are an engine that is down
 SHORTEST_POLL_S = 0.5
 
 
-def sample(config: Config, watch_for_s: float, progress: Callable[[str], None]) -> dict[str, Any]:
+def sample(config: Config, watch_for_s: float, progress: Callable[[str], None], *, gpus: bool = False,
+           ) -> dict[str, Any]:
     """The contract's `check`, by watching for a while: windows are as long as that, and the last sample decides.
 
-    Extra key `looked_for`: what was looked for, in sentences.
+    Extra key `looked_for`: what was looked for, in sentences. `gpus`: `check --gpus`, a verdict on each GPU.
     """
     poll_s = min(config.poll, max(SHORTEST_POLL_S, watch_for_s / ROUNDS))
     node, sources = _prepare(config, poll_s)
@@ -35,7 +36,7 @@ def sample(config: Config, watch_for_s: float, progress: Callable[[str], None]) 
             _watch(node, collector, watch_for_s, progress)
     finally:
         collector.stop()
-    return node.check() | {"looked_for": looked_for}
+    return (node.gpus_report() if gpus else node.check()) | {"looked_for": looked_for}
 
 
 def _watch(node: Node, collector: Collector, watch_for_s: float, progress: Callable[[str], None]) -> None:
@@ -58,7 +59,7 @@ def _round(node: Node, collector: Collector, wait_s: float) -> dict[str, str | N
 
 def _prepare(config: Config, poll_s: float) -> tuple[Node, Sequence[Source]]:
     setup = setup_of(config, rules_for(config, CATALOGUE).rules, clip_windows=True)
-    return Node(replace(setup, poll_s=poll_s)), sources_of(config, {})
+    return Node(replace(setup, poll_s=poll_s)), sources_of(config, {}, once=True)
 
 
 def _looked_for(config: Config, sources: Sequence[Source], errors: dict[str, str | None]) -> list[str]:

@@ -27,7 +27,8 @@ class AgentProcess:
         self.socket = folder / "sock"
         self.path = folder / "tocsin.yaml"
         self.log = folder / "agent.log"
-        own = {"state_dir": str(folder / "state"), "socket": str(self.socket), "listen": "127.0.0.1:0"}
+        own = {"state_dir": str(folder / "state"), "socket": str(self.socket), "listen": "127.0.0.1:0",
+               "kernel_log": "off"}  # what else happens on this machine is no part of a story
         self.path.write_text(json.dumps(own | dict(config)))  # JSON is YAML
         self._env = {**os.environ, **(env or {})}
         self.process: subprocess.Popen[bytes] | None = None

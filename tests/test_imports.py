@@ -39,14 +39,23 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.stats": Row(),
     "agent.exposition": Row("agent.model", "sys"),  # sys.intern
     "agent.windows": Row("agent.model"),
-    "agent.signals": Row("agent.model agent.stats agent.windows"),
+    "agent.signals": Row(
+        "agent.hardware.history agent.hardware.signals agent.hardware.table agent.model agent.stats agent.windows"
+    ),
     "agent.evaluate": Row("agent.model"),
     "agent.words": Row("agent.model"),
-    "agent.node": Row("agent.evaluate agent.model agent.signals agent.windows agent.words"),
+    "agent.node": Row(
+        "agent.evaluate agent.hardware.history agent.hardware.table agent.hardware.verdict agent.model agent.signals"
+        " agent.windows agent.words"
+    ),
     "agent.engines": Row("agent.model", "importlib msgspec yaml"),  # its maps, read from the package
     "agent.engines.pages": Row("agent.engines agent.exposition agent.model"),
     "agent.hardware": Row(),
     "agent.hardware.lines": Row(),
+    "agent.hardware.table": Row("", "importlib yaml"),  # its tables, read from the package
+    "agent.hardware.history": Row("agent.hardware.table agent.model"),
+    "agent.hardware.verdict": Row("agent.model"),
+    "agent.hardware.signals": Row("agent.hardware.table agent.model agent.signals agent.windows"),
     # Files of the user's, read once.
     "agent.strict": Row("", "msgspec pathlib yaml"),
     "agent.config": Row("agent.model agent.strict rules", "msgspec os pathlib socket zoneinfo"),
@@ -60,7 +69,14 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sources": Row(),
     "agent.sources.engine": Row("agent.engines.pages agent.exposition agent.model agent.sources.fetch", WORLD),
     "agent.sources.fetch": Row("agent.model", WORLD),
-    "agent.sources.nvml": Row("agent.model agent.sources.nvml_values", WORLD),
+    "agent.sources.kernel_log": Row("agent.hardware.lines agent.model", WORLD),
+    "agent.sources.nvml": Row(
+        "agent.model agent.sources.gpu_devices agent.sources.nvml_events agent.sources.nvml_state"
+        " agent.sources.nvml_values", WORLD
+    ),
+    "agent.sources.nvml_events": Row("agent.model agent.sources.nvml_values", WORLD),
+    "agent.sources.gpu_devices": Row("agent.model", WORLD),
+    "agent.sources.nvml_state": Row("agent.sources agent.sources.nvml_values", "ctypes pynvml"),
     "agent.sources.nvml_values": Row("agent.hardware.lines agent.model", "pynvml"),
     "agent.notifiers": Row(
         "agent.config agent.model agent.notifiers.alertmanager agent.notifiers.channel agent.notifiers.heartbeat"
@@ -83,7 +99,8 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "agent.daemon": Row(
         "agent.config agent.loop agent.model agent.node agent.notifiers agent.outbox agent.sdnotify agent.signals"
-        " agent.sources.engine agent.sources.nvml agent.store agent.strict agent.web.app agent.web.server rules",
+        " agent.sources.engine agent.sources.gpu_devices agent.sources.kernel_log agent.sources.nvml agent.store"
+        " agent.strict agent.web.app agent.web.server rules",
         WORLD,
     ),
     # The command line, which no daemon imports.

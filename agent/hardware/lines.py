@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 MOST_CHARS = 8192  # as much as /dev/kmsg gives of one record
@@ -196,6 +197,7 @@ _FABRIC = re.compile(
 )
 
 
+@lru_cache(1024)  # a storm is one line, over and over
 def line_of(message: str) -> Line | None:
     """What a message says; None where it is none of the driver's that we know."""
     message = message[:MOST_CHARS]
