@@ -475,6 +475,7 @@ def doctor_report(node: Node, slots: Mapping[str, Slot], mono: float) -> dict[st
     gpus = [{"uuid": g.uuid, "index": g.index, "name": g.name, "bdf": g.bdf, "limit_c": g.limit_c,
              "found": [f._asdict() | {"required": f.name in required} for f in g.found]} for g in node.gpus.values()]
     sources = [{"name": name, "age_s": round(mono - slot.answered_at, 1),
-                "took_s": slot.last.took_s if slot.last else None, "error": slot.last.error if slot.last else None}
+                "took_s": slot.last.took_s if slot.last else None, "error": slot.last.error if slot.last else None,
+                "note": getattr(slot.source, "note", None)}
                for name, slot in slots.items()]
     return {"targets": targets, "gpus": gpus, "sources": sources}

@@ -32,6 +32,8 @@ def sample(config: Config, watch_for_s: float, progress: Callable[[str], None], 
     try:
         found = _round(node, collector, READ_WITHIN_S)
         looked_for = _looked_for(config, sources, found)
+        if gpus:
+            looked_for = [what for what in looked_for if not what.startswith("engines:")]
         if node.setup.targets or node.gpus:
             _watch(node, collector, watch_for_s, progress)
     finally:
@@ -71,7 +73,8 @@ def _looked_for(config: Config, sources: Sequence[Source], errors: dict[str, str
         if source.name == "nvml":
             said.append(f"NVML: {errors['nvml'] or getattr(source, 'note', '')}")
         else:
-            said.append(f"{source.name.replace(':', ' ', 1)}: {errors[source.name] or 'answers'}")
+            told = errors[source.name] or getattr(source, "note", "answers")
+            said.append(f"{source.name.replace(':', ' ', 1)}: {told}")
     if config.nvml == "off":
         said.append("NVML: off in the configuration")
     return said

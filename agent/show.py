@@ -223,9 +223,8 @@ def gpus_report(answer: Answer, *, show_all: bool) -> Report:
         report.append(Table(columns, rows, f"GPUs of {clean(answer['node'])}"))
     of_all = [(f"GPU {g['index']}" if g["index"] is not None else g["subject"], g["findings"]) for g in gpus]
     for name, found in (*of_all, (answer["node"], answer["node_findings"])):
-        pending = {True: ", pending", False: ""}
-        report += [clean(f"{name}: {f['code']} ({f['severity']}{pending[f['pending']]}): {f['text']}. Do: {f['do']}")
-                   for f in found]
+        report += [clean(f"{name}: {f['code']} ({f['severity']}{', pending' if f['pending'] else ''}): {f['text']}")
+                   + ("" if f["text"].endswith(f["do"]) else clean(f". Do: {f['do']}")) for f in found]
     report += _unchecked(answer, show_all=show_all)
     report += [f"Looked for {clean(what)}" for what in answer.get("looked_for") or ()]
     worst = str(answer["verdict"]).upper()
@@ -310,6 +309,8 @@ def doctor_report(answer: Answer) -> Report:
         report.append(_found_table(told, gpu.get("found") or ()))
     for source in answer["sources"]:
         told_of = source.get("error") or f"read {span(source.get('age_s') or 0.0)} ago"
+        if source.get("note") and not source.get("error"):
+            told_of += f"; {source['note']}"
         report.append(clean(f"{'MISSING' if source.get('error') else 'OK':8} source {source['name']}: {told_of}"))
     if not answer["targets"] and not answer["gpus"]:
         report += [f"Looked for {clean(what)}" for what in answer.get("looked_for") or ()]

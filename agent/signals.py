@@ -1031,6 +1031,9 @@ def blind(scene: Scene, rule: Rule, root: str, signals: Mapping[tuple[str, str],
     ask = Ask(scene, SIGNALS[rule.signal][0], rule, root, 0.0)
     if target is not None and starting(ask):
         return ask.idle("starting")
+    if root in scene.gpus and any(found.value for rule_id in hardware.NVML_AS_A_WHOLE
+                                  if (found := signals.get((rule_id, scene.node))) is not None):
+        return ask.idle("NVML fails as a whole, and that has an alert of its own")
     if ("lost",) not in scene.memo:
         scene.memo[("lost",)] = [(subject, s) for (rule_id, subject), s in signals.items()
                                  if s.state == "gap" and rule_id in required and not s.evidence.get("young")]

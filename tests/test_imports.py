@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.hardware.table": Row("", "importlib yaml"),  # its tables, read from the package
     "agent.hardware.history": Row("agent.hardware.table agent.model"),
     "agent.hardware.verdict": Row("agent.model"),
-    "agent.hardware.signals": Row("agent.hardware.table agent.model agent.signals agent.windows"),
+    "agent.hardware.signals": Row("agent.hardware.table agent.model agent.signals agent.windows agent.words"),
     # Files of the user's, read once.
     "agent.strict": Row("", "msgspec pathlib yaml"),
     "agent.config": Row("agent.model agent.strict rules", "msgspec os pathlib socket zoneinfo"),

@@ -18,6 +18,7 @@ CAUSE_S = 30.0  # 45 cleans up after another error
 MEMORY_S = 60.0  # 48 is told together with what was done about it
 DAY_S = 86400.0
 KEPT_S = 7 * DAY_S
+DRILL_HOLD_S = 120.0  # what a drill has written ends by itself
 HOLD_S = {"none": 3600.0, "restart_app": 3600.0}  # others: a day, or an hour where the driver says that all is well
 BURST = 5  # incidents of a page's kind on one GPU in a day
 MOST_ENTRIES = 256
@@ -127,8 +128,8 @@ class History:
         detail = {name: event.detail[name] for name in SAID if name in event.detail}
         if number == UNKNOWN_NUMBER and event.origin == "nvml":
             number = self._number_near(event) or number
-        key = ":".join(str(part) for part in (kind, event.device, number, detail.get("instance", ""),
-                                              detail.get("fatal", "")))
+        apart = (detail.get("instance", ""), detail.get("fatal", ""), detail.get("drill", ""))
+        key = ":".join(str(part) for part in (kind, event.device, number, *apart))
         if event.origin == "nvml" and key not in self.entries:  # NVML tells no text: whichever the log told
             key = next((k for k, e in self.entries.items() if (e.kind, e.device, e.number) ==
                         (kind, event.device, number)), key)
@@ -144,7 +145,7 @@ class History:
         self._count(entry, Cluster(event.first_at, event.at, in_log, in_nvml))
         entry.detail |= detail
         entry.last_at = max(entry.last_at, event.at)
-        if number == RECOVERY_CHANGED and RECOVERY.get(detail.get("action", -1)) == "none":
+        if number == RECOVERY_CHANGED and RECOVERY.get(detail.get("action", -1)) == "none" and "drill" not in detail:
             self.well[entry.subject] = event.at
 
     def _count(self, entry: Entry, new: Cluster) -> None:
@@ -235,6 +236,8 @@ def findings(history: History, now: float, overrides: Mapping[int, Severity],
         finding = _of_switch(entry) if entry.kind == "sxid" else _of_xid(entry, entries, now, overrides)
         told = recovery.get(entry.subject)
         hold_s = HOLD_S.get(finding.action, 3600.0 if told == "none" else DAY_S)
+        if entry.detail.get("drill"):
+            hold_s = DRILL_HOLD_S
         if now - entry.last_at <= hold_s or (_repeats(entry) and now - entry.last_at <= DAY_S):
             action = stronger(finding.action, told if RANK[finding.action] >= RANK["drain_p2p"] else None)
             found.append(finding._replace(action=action, text=f"{finding.text}: {_then(entry, action)}"))
@@ -353,7 +356,7 @@ def _bursts(found: Sequence[Finding], entries: Sequence[Entry], now: float) -> l
     loud = {(f.code, f.subject) for f in found if f.severity == "page"}
     for subject in dict.fromkeys(f.subject for f in found if f.severity == "page"):
         times = sorted(c.first_at for e in entries if (e.code, e.subject) in loud and e.subject == subject
-                       for c in e.since(now - DAY_S))
+                       and not e.detail.get("drill") for c in e.since(now - DAY_S))
         incidents = [at for n, at in enumerate(times) if n == 0 or at - times[n - 1] > MEMORY_S]
         if len(incidents) >= BURST:
             text = f"{len(incidents)} incidents in 24 h on one GPU: {IN_WORDS['replace']}"

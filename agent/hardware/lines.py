@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -112,18 +112,17 @@ def _stamp(text: str | None) -> tuple[int | None, float | None]:
 
 
 def _date(text: str, year: int) -> float | None:
-    """A date of dmesg -T, of BSD syslog (which tells no year) or of ISO 8601; where no zone is told it is UTC."""
+    """A date of dmesg -T, of BSD syslog (which tells no year) or of ISO 8601; without a zone it is local."""
     for form in ("%a %b %d %H:%M:%S %Y", "%Y %b %d %H:%M:%S"):
         try:
             told = text if form.endswith("%Y") else f"{year} {text}"
-            return datetime.strptime(told, form).replace(tzinfo=UTC).timestamp()
-        except ValueError:
+            return datetime.strptime(told, form).timestamp()  # noqa: DTZ007  (as syslog writes it)
+        except (ValueError, OverflowError):
             continue
     try:
-        when = datetime.fromisoformat(text.replace(",", "."))
-    except ValueError:
+        return datetime.fromisoformat(text.replace(",", ".")).timestamp()
+    except (ValueError, OverflowError):
         return None
-    return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
 
 
 # ---- a message ----

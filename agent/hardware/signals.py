@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from agent.hardware.table import IN_WORDS, RANK, RECOVERY, stronger
 from agent.model import Sample, Signal, SubjectKind, Why
 from agent.windows import Windows
+from agent.words import span
 
 if TYPE_CHECKING:
     from agent.signals import Ask
@@ -22,6 +23,7 @@ XID_SIGNALS: Mapping[str, tuple[str, str | None]] = {  # signal -> severity and 
 }  # fmt: skip
 HW_THERMAL, HW_POWER_BRAKE = 0x40, 0x80  # nvml.h: nvmlClocksEventReasonHwThermalSlowdown, ...HwPowerBrakeSlowdown
 VERSION_MISMATCH, NO_PERMISSION, UNKNOWN_ERROR = 18, 4, 999  # nvml.h: nvmlReturn_t
+NVML_AS_A_WHOLE = ("driver-mismatch", "device-access")  # rules: one alert, and not one more for each GPU
 FABRIC_COMPLETED = 3  # nvml.h: NVML_GPU_FABRIC_STATE_COMPLETED
 BUSY = 0.5  # utilization at which a link is not asleep
 PAGES_MOST = 60.0  # retired pages: the card's table has room for 64
@@ -325,7 +327,7 @@ def held_back(bit: int, what: str) -> Callable[[Ask], Signal]:
         window_s = ask.window_s()
         held = sum(bool(int(v) & bit) for _, v in ask.windows.history(ask.subject, "gpu_throttle", ask.start()))
         share = min(1.0, held * ask.windows.interval_s / window_s)
-        text = f"{what} {held * ask.windows.interval_s / 60:.1f} of the last {window_s / 60:.0f} min"
+        text = f"{what} for {span(share * window_s)} of the last {span(round(window_s))}"
         return text_value(ask, share, text, got.at)
     return function
 

@@ -13,7 +13,7 @@ import select
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from enum import Enum
@@ -26,7 +26,10 @@ from agent.model import Batch, Event, EventKind, Gap, Sample, Why
 
 KMSG = Path("/dev/kmsg")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# Where a syslog daemon writes the kernel's messages, for who may not read /dev/kmsg.
+FALLBACKS = (Path("/var/log/kern.log"), Path("/var/log/messages"))
 KMSG_DEVICE = os.makedev(1, 11)
+NOT_FOR_US = (errno.EACCES, errno.EPERM, errno.ENOENT)
 SUBJECT = "kernel_log"
 OPEN = "kernel_log_open"  # sample: 1 while the log is read
 LOOK_EVERY_S = 0.2  # a regular file has nothing to wait on
@@ -239,13 +242,13 @@ class KernelLog:
     name = "kernel_log"
 
     def __init__(self, path: Path | None = None, cursor: Mapping[str, Any] | None = None, *, kmsg: Path = KMSG,
-                 boot_id: Path = BOOT_ID, undated: bool = False) -> None:
-        """`path` None: /dev/kmsg where it can be read. `cursor`: up to where an earlier run came.
+                 fallbacks: Sequence[Path] = FALLBACKS, boot_id: Path = BOOT_ID, undated: bool = False) -> None:
+        """`path` None: /dev/kmsg, else the first of `fallbacks` that can be read. `cursor`: where an earlier run was.
 
         `undated`: count also the old lines of a text that tell no time (as now), as a single look does.
         """
         self.note = "not read yet"
-        self._path, self._asked = path or kmsg, path is not None
+        self._path, self._asked, self._fallbacks = path or kmsg, path is not None, fallbacks
         self._cursor: Mapping[str, Any] = cursor or {}
         self._boot_id, self._undated = boot_id, undated
         self._wake: Callable[[], object] = lambda: None
@@ -325,26 +328,33 @@ class KernelLog:
 
     def _open(self) -> _Log:
         boot = self._boot_id.read_text().strip()
-        kind = self._path.stat().st_mode
-        year = datetime.fromtimestamp(self._at[0], UTC).year
-        log: _Log
-        if stat.S_ISREG(kind):
-            log = _Tail(self._path, self._cursor, boot, year)
-        elif stat.S_ISCHR(kind) and self._path.stat().st_rdev == KMSG_DEVICE:
-            log = _Kmsg(self._path, self._cursor, boot)
-        else:
-            log = _Pipe(self._path, boot, year)
+        try:
+            path, log = self._path, self._open_at(self._path, boot)
+        except OSError as error:
+            found = next((p for p in self._fallbacks if not self._asked and os.access(p, os.R_OK)), None)
+            if found is None or error.errno not in NOT_FOR_US:
+                raise
+            path, log = found, self._open_at(found, boot)
         with self._lock:
             if self._cursor.get("boot") not in (None, boot):
                 booted_at = self._now() - time.monotonic()
                 self._booted = (Event("boot", "", None, booted_at, booted_at),)
             self._why = self._error = None
-            self.note = f"reads {self._path}"
+            self.note = f"reads {path}"
         return log
+
+    def _open_at(self, path: Path, boot: str) -> _Log:
+        kind = path.stat()
+        year = datetime.fromtimestamp(self._at[0], UTC).year
+        if stat.S_ISREG(kind.st_mode):
+            return _Tail(path, self._cursor, boot, year)
+        if stat.S_ISCHR(kind.st_mode) and kind.st_rdev == KMSG_DEVICE:
+            return _Kmsg(path, self._cursor, boot)
+        return _Pipe(path, boot, year)
 
     def _tell(self, error: OSError) -> None:
         text = f"{self._path}: {error.strerror or error}"
-        if not self._asked and error.errno in (errno.EACCES, errno.EPERM, errno.ENOENT):
+        if not self._asked and error.errno in NOT_FOR_US:
             text += "; it needs CAP_SYSLOG, and /dev/kmsg in the container (deploy/systemd/tocsin.service gives both)"
             code, told = Why.NOT_SUPPORTED, None
         else:

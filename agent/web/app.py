@@ -46,7 +46,8 @@ class View(Protocol):
 
         A target: {"target", "url", "kind", "model", "build", "engines": [...], "error": text or null, "found": [...]};
         a GPU: {"uuid", "index", "name", "bdf", "found": [...]}; an item of "found" is a `Found` as a dict, with
-        "required": true where a Gap of it makes its subject blind; a source: {"name", "age_s", "took_s", "error"}.
+        "required": true where a Gap of it makes its subject blind; a source: {"name", "age_s", "took_s", "error",
+        "note"}.
         """
 
     def healthz(self) -> tuple[bool, dict[str, Any]]:

@@ -337,6 +337,18 @@ def test_the_driver_says_that_all_is_well() -> None:
     assert codes(told(log(109)), 61 * 60.0, recovery={A: "none"}) == []
 
 
+def test_a_drill_s_line_ends_by_itself_and_marks_nothing_else() -> None:
+    """The drill's Xid 79 fires, says so, and is gone; the real one beside it is no drill and stays."""
+    drill = Event("xid", A, 79, T0, T0, detail={"text": "GPU has fallen off the bus.", "drill": True})
+    (finding,) = found(told(drill))
+    assert (finding.code, finding.severity) == ("xid.79", "page")
+    assert "DRILL" in finding.text
+    assert found(told(drill), 150) == []
+    both = found(told(drill, log(79, 10)), 150)
+    assert [f.code for f in both] == ["xid.79"]
+    assert "DRILL" not in both[0].text
+
+
 def test_an_application_s_error_ends_after_an_hour() -> None:
     """94 asks for a restart of the application, and then there is nothing left to do."""
     assert codes(told(log(94)), 59 * 60.0) == [("xid.94", "page")]

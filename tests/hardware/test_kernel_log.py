@@ -236,7 +236,7 @@ def test_a_fifo_is_read_as_it_is_written(tmp_path: Path, start: Start) -> None:
 
 def test_a_log_that_cannot_be_read_says_so(tmp_path: Path, start: Start) -> None:
     """In an unprivileged pod there is no /dev/kmsg: that is N/A; a path that somebody wrote down is a fault."""
-    automatic, asked = start(None, kmsg=tmp_path / "none"), start(tmp_path / "none")
+    automatic, asked = start(None, kmsg=tmp_path / "none", fallbacks=()), start(tmp_path / "none")
     (gap,), (fault,) = last(automatic).readings, last(asked).readings
     assert isinstance(gap, Gap)
     assert isinstance(fault, Gap)
@@ -245,6 +245,19 @@ def test_a_log_that_cannot_be_read_says_so(tmp_path: Path, start: Start) -> None
     assert "CAP_SYSLOG" in gap.why
     assert fault.code is Why.ERROR
     assert "No such file" in (last(asked).error or "")
+
+
+def test_a_syslog_file_where_kmsg_cannot_be_read(tmp_path: Path, start: Start) -> None:
+    """An agent without CAP_SYSLOG, and in the group adm: syslog's copy of the kernel's messages will do."""
+    log = tmp_path / "kern.log"
+    log.touch()
+    source = start(None, kmsg=tmp_path / "none", fallbacks=(tmp_path / "other", log))
+    last(source)
+    add(log, f"Nov 29 23:44:01 gpu-17 kernel: [12345.678901] {XID}", f"Nov 29 23:44:01 gpu-17 app[7]: {XID}")
+    found = events(source, lambda got: sum(e.count for e in got) >= 2)
+
+    assert sorted((e.kind, e.number) for e in found) == [("forged", 79), ("xid", 79)]
+    assert source.note == f"reads {log}"
 
 
 @pytest.mark.parametrize(("story", "cursor", "reads", "lost"), [

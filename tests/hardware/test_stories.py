@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from agent.config import Config, GpusConfig, without_function
+from agent.daemon import setup_of
 from agent.hardware.lines import line_of
-from agent.model import Event, Sample, Slo
+from agent.model import Batch, Event, Sample, Slo
 from agent.node import Learned, Node, Setup
 from agent.sources.kernel_log import told_by
 from agent.sources.nvml_state import STATE
-from rules import severity_of
+from rules import RulesConfig, XidOverride, severity_of
 from tests.fake_nvml.reader import Reader
 from tests.hardware.cases import cases
 from tests.hardware.stories import H100, POLL_S, T0, Story, gpus
@@ -337,9 +339,7 @@ def test_driver_and_library_of_different_versions(tell: Tell) -> None:
     story.run(30)
     story.reader("release", 1.0)
     story.reader.play({**gpus(), "errors": {"nvmlInitWithFlags": 18}})
-    fired = story.run(60)
-    assert ("firing", "driver-mismatch") in fired
-    assert story.pages() == set()
+    assert story.run(600) == [("firing", "driver-mismatch")]
     story.reader.play(gpus())
     assert ("resolved", "driver-mismatch") in story.run(120)
 
@@ -356,8 +356,6 @@ def test_a_container_that_lost_its_devices(tell: Tell) -> None:
     story.reader("release", 1.0)
     story.reader.play({**gpus(), "errors": {"nvmlInitWithFlags": 999}})
     story.run(5)
-    from agent.model import Batch
-
     seen = Sample("gpus_pci", "gpu_devices", 8.0, T0 + story.at_s)
     fired = []
     for _ in range(14):
@@ -400,6 +398,60 @@ def test_hardware_alerts_outlive_a_restart_without_repeating(tell: Tell) -> None
     assert again.verdict(2)["code"] == "xid.119"
     booted = Event("boot", "", None, T0 + again.at_s, T0 + again.at_s)
     assert again.run(10, booted) == [("resolved", "xid-gpu")]
+
+
+def other(kind: str, at_s: float, count: int = 1) -> Event:
+    """A forged line, or records that were overwritten."""
+    return Event(kind, "", None, T0 + at_s, T0 + at_s, count, detail={"text": "NVRM: …"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("rule", "happens", "clear_s"), [
+    ("xid-gpu", lambda at: xid(46, at), 24 * 3600.0),
+    ("xid-memory", lambda at: xid(94, at), 3600.0),
+    ("xid-link", lambda at: xid(74, at, text="NVLink: fatal error detected on link 3(0x0)"), 24 * 3600.0),
+    ("xid-ticket", lambda at: xid(4711, at), 3600.0),
+    ("xid-note", lambda at: xid(43, at), 3600.0),
+    ("kernel-log-forged", lambda at: other("forged", at), 3600.0),
+    ("kernel-log-gap", lambda at: other("overrun", at, 12), 3600.0),
+])
+def test_what_happened_fires_once_and_clears(rule: str, happens: Callable[[float], Event], clear_s: float) -> None:
+    """Each alert of an event fires at the step that hears of it, holds for as long as its runbook says, and ends."""
+    setup = Setup("gpu-17", POLL_S, Slo(written=True), (), tuple(built_in().values()), severity_of,
+                  xid_severity={43: "info", 79: "log"})
+    node, fired, at_s = Node(setup), [], 0.0
+    steps = [0.0, 15.0, 30.0, 45.0, clear_s - 60.0, clear_s + 60.0, clear_s + 75.0]
+    for at_s in steps:
+        now = T0 + at_s
+        events = (happens(15.0), xid(79, 15.0)) if at_s == 15.0 else ()
+        opened = Sample("kernel_log_open", "kernel_log", 1.0, now)
+        node.take(Batch("kernel_log", now, 0.0, (opened,), events=events))
+        fired += [(t.kind, t.alert.rule, at_s) for t in node.step(now, POLL_S) if t.kind in ("firing", "resolved")]
+
+    assert fired == [("firing", rule, 15.0), ("resolved", rule, clear_s + 60.0)]
+
+
+def test_the_owner_s_severities_reach_the_node() -> None:
+    """`rules: {xid: {13: {severity: page}}}` and `gpus: {expected: 8}` were checked and not acted on."""
+    config = Config(rules=RulesConfig(dirs=(), xid={13: XidOverride(severity="page")}), gpus=GpusConfig(expected=8))
+
+    setup = setup_of(config, ())
+    assert (dict(setup.xid_severity), setup.gpus_expected) == ({13: "page"}, 8)
+    assert without_function(config) == [note for note in without_function(Config()) if note]
+
+
+def test_gpu_count_clears_when_the_gpu_is_back(tell: Tell) -> None:
+    """The eighth GPU comes back after a power cycle; and a node that persistence mode was off on says so, quietly."""
+    story = tell(gpus(2), gpus_expected=3)
+    assert story.run(30) == [("firing", "gpu-count")]
+    story.reader.play(gpus(3))
+    story.reader("release", 1.0)
+    assert story.run(150) == [("resolved", "gpu-count")]
+    story.reader.play(gpus(gpu1={"persistence": 0}))
+    story.run(400)
+    assert [a.rule for a in story.node.book.alerts.values()] == ["gpu-persistence"]
+    story.reader.play(gpus())
+    story.run(120)
+    assert not story.node.book.alerts
 
 
 def test_without_a_log_and_events_xids_are_not_judged(tell: Tell) -> None:
