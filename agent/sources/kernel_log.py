@@ -411,8 +411,12 @@ class KernelLog:
             if self._is_expected(record.message):
                 detail = {**detail, "drill": True}
             else:
-                kind, detail = "forged", {"text": record.message[:200], "facility": record.facility}
-        self._add(kind, line, detail, at, cursor)
+                # all as one: who writes a thousand of them must not push out what the kernel said
+                kind, line = "forged", Line("more")
+                detail = {"text": record.message[:200], "facility": record.facility}
+        key = self._add(kind, line, detail, at, cursor)
+        if when is When.LIVE and kind not in ("map", "limited"):  # the first read waits for what was there before
+            self._call(key)
 
     def _is_expected(self, message: str) -> bool:
         with self._lock:
@@ -420,7 +424,7 @@ class KernelLog:
         return until is not None and time.monotonic() <= until
 
     def _add(self, kind: EventKind, line: Line, detail: Mapping[str, Any], at: float, cursor: Mapping[str, Any],
-             ) -> None:
+             ) -> tuple[Any, ...]:
         told = (line.action, line.fatal, line.instance, line.uuid, line.injected, "drill" in detail)
         key = (kind, line.device, line.number, *told)
         with self._lock:
@@ -429,13 +433,17 @@ class KernelLog:
             if known is None:
                 if len(self._events) >= MOST_KINDS:
                     self._missed += 1
-                    return
+                    return key
                 known = _Counted(Event(kind, line.device, line.number, at, at), at)
             known.count += 1
             known.first_at, known.at, known.detail = min(known.first_at, at), at, detail
             self._events[key] = known
+        return key
+
+    def _call(self, key: tuple[Any, ...]) -> None:
+        """Wake the loop, but for what woke it a moment ago."""
         mono = time.monotonic()
-        if kind not in ("map", "limited") and mono - self._woken.get(key, -WOKEN_S) >= WOKEN_S:
+        if mono - self._woken.get(key, -WOKEN_S) >= WOKEN_S:
             if len(self._woken) >= MOST_KINDS:
                 self._woken.clear()
             self._woken[key] = mono

@@ -135,3 +135,17 @@ def test_without_an_agent_it_looks_for_itself(tmp_path: Path, scenario: Path) ->
     finally:
         for name in ("LD_LIBRARY_PATH", "TOCSIN_FAKE_NVML"):
             del os.environ[name]
+
+
+def test_the_real_kernel_log(tmp_path: Path, scenario: Path) -> None:
+    """As root on this machine: an agent on the real /dev/kmsg, and a user's line in it: a ticket, and no page."""
+    need("root")
+    mark = f"tocsin-test-{os.getpid()}"
+    with agent(tmp_path, scenario, Path("/dev/kmsg")) as one:
+        wait_until(lambda: bool(one.ask("/gpus")["gpus"]), 30, "the first tick")
+        with Path("/dev/kmsg").open("w") as out:
+            out.write(f"<0>{XID} {mark}\n")
+        wait_until(lambda: mark in str(firing(one).get("kernel-log-forged")), 30, "the security notice")
+
+        assert "xid-gpu" not in firing(one)
+        assert not [a for a in one.ask("/alerts?resolved=0") if a["severity"] == "page"]
