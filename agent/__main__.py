@@ -185,6 +185,7 @@ def check(
     context: typer.Context,
     watch_for: Annotated[str, typer.Option(metavar="SPAN", help="How long to sample where no agent runs.")] = "15s",
     show_all: Annotated[bool, typer.Option("--all", help="Every signal of every subject in a row of its own.")] = False,
+    gpus: Annotated[bool, typer.Option("--gpus", help="Only the hardware: a verdict on each GPU.")] = False,
     config: ConfigFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -197,28 +198,32 @@ def check(
     watch_s = seconds("--watch-for", watch_for)
     settings = load(chosen(context, config))
     try:
-        answer = ask_agent(settings, "/check")
+        answer = ask_agent(settings, "/gpus" if gpus else "/check")
     except (NotRunning, NotPermitted) as absent:
-        answer = _sample(settings, watch_s, absent)
+        answer = _sample(settings, watch_s, absent, gpus=gpus)
 
     def report() -> Report:
-        from agent.show import check_report
+        from agent.show import check_report, gpus_report
 
-        return check_report(answer, show_all=show_all)
+        return gpus_report(answer, show_all=show_all) if gpus else check_report(answer, show_all=show_all)
 
     emit(answer, as_json, report)
     raise typer.Exit(EXIT_OF[answer["verdict"]])
 
 
-def _sample(settings: Config, watch_s: float, absent: Exception) -> Any:
+def _sample(settings: Config, watch_s: float, absent: Exception, *, gpus: bool) -> Any:
     """The same as the agent's answer, by looking for ourselves for a while."""
     from agent.client import NotRunning
     from agent.oneshot import sample
 
     progress = Progress()
+    if gpus:
+        import msgspec
+
+        settings = msgspec.structs.replace(settings, engines=())  # their answers say nothing of the hardware
     why = f"no agent answers on {settings.socket}" if isinstance(absent, NotRunning) else str(absent)
     progress(f"tocsin: {why}; sampling for myself, {watch_s:g} s", lasting=True)
-    answer = sample(settings, watch_s, progress)
+    answer = sample(settings, watch_s, progress, gpus=True) if gpus else sample(settings, watch_s, progress)
     progress.done()
     return answer
 

@@ -647,7 +647,7 @@ class Config(_Form, frozen=True):
 
 # Keys of the contract whose function this version does not have yet. An entry goes when its function comes.
 WITHOUT_FUNCTION: tuple[str, ...] = (
-    "gpus", "kernel_log", "sources", "cluster_rules", "pattern", "web",
+    "sources", "cluster_rules", "pattern", "web",
 )
 
 
@@ -655,7 +655,6 @@ def without_function(config: Config) -> list[str]:
     """A sentence for each key that is set and that this version does not act on: nothing is ignored silently."""
     unset = Config()
     said = [key for key in WITHOUT_FUNCTION if getattr(config, key) != getattr(unset, key)]
-    said += ["rules.xid"] if config.rules.xid else []
     notes = [f"{key}: this version checks it and does not act on it" for key in said]
     if not config.engines and not config.discover:
         notes.append("engines: none is configured, and discovery is off; name them under `engines:`")

@@ -11,10 +11,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 if __name__ == "__main__":  # structlog would take rich along for tracebacks in colour: 4 MiB in a daemon that has none
     sys.modules["rich"] = None  # type: ignore[assignment]
@@ -32,6 +32,8 @@ from agent.signals import CATALOGUE, Target
 from agent.sources.discovery import DiscoverySource
 from agent.sources.engine import EngineSource
 from agent.sources.fetch import is_local
+from agent.sources.gpu_devices import GpuDevices
+from agent.sources.kernel_log import KernelLog
 from agent.sources.probe import CanarySource
 from agent.sources.router import RouterSource
 from agent.store import Store, StoreError
@@ -57,7 +59,9 @@ def setup_of(config: Config, rules: Sequence[Rule], *, clip_windows: bool = Fals
                address=address_of(e.url), port=local_port(e.url))
         for e in config.engines)
     return Setup(config.node or "", config.poll, slo_for(config), targets, tuple(rules), severity_of,
-                 config.external_url, config.nvml != "off", clip_windows)
+                 config.external_url, config.nvml != "off", clip_windows,
+                 xid_severity={number: over.severity for number, over in config.rules.xid.items()},
+                 gpus_expected=config.gpus.expected)
 
 
 def adopt(config: Config, found: FoundEngine, shape: bool | None) -> tuple[Target, Source]:
@@ -72,8 +76,12 @@ def local_port(url: str) -> int:
     return int(port) if is_local(host.strip("[]")) else 0
 
 
-def sources_of(config: Config, shapes: dict[str, bool]) -> list[Source]:
-    """Everything that a configuration has read. `shapes`: which targets had several engines at first sight."""
+def sources_of(config: Config, shapes: dict[str, bool], cursor: Mapping[str, Any] | None = None,
+               *, once: bool = False) -> list[Source]:
+    """Everything that a configuration has read. `shapes`: which targets had several engines at first sight.
+
+    `cursor`: up to where the kernel log was read; `once`: for a single look.
+    """
     sources: list[Source] = [EngineSource(target_name(e), e.url, kind=e.kind, shape=shapes.get(target_name(e)))
                              for e in config.engines]
     sources += canaries_of(config)
@@ -81,7 +89,11 @@ def sources_of(config: Config, shapes: dict[str, bool]) -> list[Source]:
     if config.nvml != "off":
         from agent.sources.nvml import NvmlSource  # 4 MiB that a node without GPUs need not hold
 
-        sources.append(NvmlSource())
+        nvml = NvmlSource()
+        sources += [nvml, nvml.events, GpuDevices()]
+    if config.kernel_log != "off":
+        path = None if config.kernel_log == "auto" else Path(config.kernel_log)
+        sources.append(KernelLog(path, cursor, undated=once))
     return sources
 
 
@@ -108,9 +120,11 @@ def set_up_logging(stream: TextIO) -> None:
 def build(config: Config, rules: RuleSet) -> Agent:
     """The agent with its sources, store and channels, its memory taken back. Raises StoreError."""
     store = Store(config.state_dir / DATABASE)
+    learned = store.meta("learned") or {}
     shapes = {name: len(known["engines"]) > 1 or known["engines"][0] != name
-              for name, known in ((store.meta("learned") or {}).get("targets") or {}).items() if known.get("engines")}
-    sources = [*sources_of(config, shapes), *([DiscoverySource()] if config.discover else [])]
+              for name, known in (learned.get("targets") or {}).items() if known.get("engines")}
+    sources = [*sources_of(config, shapes, learned.get("kernel_log")),
+               *([DiscoverySource()] if config.discover else [])]
     agent = Agent(Node(setup_of(config, rules.rules)), Collector(sources), store,
                   notes=[*without_function(config), *rules.notes])
     if config.discover:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -42,6 +42,7 @@ log = structlog.get_logger()
 
 GRACE_S = 1.0  # how long a tick waits for its sources
 PRUNE_EVERY_S = 60.0
+EVENTS_APART_S = 0.5  # an event is judged at once, a storm of them no more often than this
 ALIVE_EVERY_S = 10.0  # how often the watchdog is fed between two ticks: it may be set shorter than a poll
 SELF = "self"
 # The samples without which a required signal is a Gap.
@@ -128,15 +129,19 @@ class Collector:
                 slot.errors += batch.error is not None
                 self._answered.notify_all()
 
-    def gather(self, grace_s: float) -> list[Batch]:
-        """Start every idle source, wait for them up to `grace_s`, and take what has come, late ones of before too."""
+    def gather(self, grace_s: float, names: Collection[str] | None = None) -> list[Batch]:
+        """Start every idle source, wait for them up to `grace_s`, and take what has come, late ones of before too.
+
+        `names`: start and await only these.
+        """
+        asked = [slot for name, slot in self.slots.items() if names is None or name in names]
         with self._answered:
             batches = self._taken()
-            for slot in self.slots.values():
+            for slot in asked:
                 if not slot.reading:
                     slot.reading, slot.asked_at = True, self._monotonic()
                     slot.go.set()
-            self._answered.wait_for(lambda: self._stopping or not any(s.reading for s in self.slots.values()), grace_s)
+            self._answered.wait_for(lambda: self._stopping or not any(slot.reading for slot in asked), grace_s)
             return batches + self._taken()
 
     def _taken(self) -> list[Batch]:
@@ -181,6 +186,10 @@ class Agent:
         self._clock, self._monotonic = clock, monotonic
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._woken = threading.Event()  # something cannot wait for the tick, or the end has come
+        self._heralds = [name for name, slot in collector.slots.items() if hasattr(slot.source, "wake_with")]
+        for name in self._heralds:
+            collector.slots[name].source.wake_with(self._wake)  # type: ignore[attr-defined]
         self._tick_at: float | None = None
         self._ticked_mono = monotonic()
         self._started_mono = monotonic()
@@ -205,9 +214,10 @@ class Agent:
         for res, keep_s in (("coarse", COARSE_KEEP_S), ("raw", RAW_KEEP_S)):
             self.node.windows.restore(_rows(self.store.frames(now - keep_s, res), keys))
 
-    def tick(self) -> None:
-        """One round: start the sources, take what came, judge, save, wake the senders."""
-        batches = self.collector.gather(min(GRACE_S, self.node.setup.poll_s / 2))
+    def tick(self, names: Collection[str] | None = None) -> None:
+        """One round: start the sources (or only those of `names`), take what came, judge, save, wake the senders."""
+        grace_s = min(GRACE_S, self.node.setup.poll_s / 2)
+        batches = self.collector.gather(grace_s) if names is None else self.collector.gather(grace_s, names)
         now, mono = self._clock(), self._monotonic()
         dt_s = min(max(0.0, mono - self._ticked_mono), LATE_INTERVALS * self.node.setup.poll_s)
         if self._tick_at is None:
@@ -322,28 +332,41 @@ class Agent:
         """Tick every poll until stopped. `alive` feeds the watchdog: after each tick, and while the next is awaited."""
         due = self._monotonic()
         while not self._stop.is_set():
-            try:
-                self.tick()
-                self._fault = None
-            except Exception as error:  # a fault of ours: the next tick may do; if none does, the watchdog ends us
-                self._fault = f"{type(error).__name__}: {error}"
-                log.exception("tick_failed")
+            self._try_tick()
             poll_s = self.node.setup.poll_s
             over = self._monotonic() - due
             due += poll_s * max(1, -(-over // poll_s))  # a tick that ran over is followed by the next due one
             self._wait_until(due, alive)
 
+    def _try_tick(self, names: Collection[str] | None = None) -> None:
+        try:
+            self.tick(names)
+            self._fault = None
+        except Exception as error:  # a fault of ours: the next tick may do; if none does, the watchdog ends us
+            self._fault = f"{type(error).__name__}: {error}"
+            log.exception("tick_failed")
+
     def _wait_until(self, due: float, alive: Callable[[], object]) -> None:
-        while True:
+        """Until the next tick is due; what cannot wait for it is judged in between."""
+        while not self._stop.is_set():
             if self.healthy():
                 alive()
             left_s = due - self._monotonic()
-            if self._stop.wait(min(max(0.0, left_s), ALIVE_EVERY_S)) or left_s <= ALIVE_EVERY_S:
+            woken = self._woken.wait(min(max(0.0, left_s), ALIVE_EVERY_S))
+            if self._stop.is_set() or (not woken and left_s <= ALIVE_EVERY_S):
                 return
+            if woken:
+                self._woken.clear()
+                self._try_tick(self._heralds)
+                self._stop.wait(min(EVENTS_APART_S, max(0.0, due - self._monotonic())))
+
+    def _wake(self) -> None:
+        self._woken.set()
 
     def stop(self) -> None:
         """End `run` after the tick under way."""
         self._stop.set()
+        self._woken.set()
 
     # --- the View of agent.web.app ----------------------------------------------------------------------------------
 
@@ -353,6 +376,17 @@ class Agent:
         with self._lock:
             since_s = 0.0 if self._tick_at is None else self._monotonic() - self._ticked_mono
             answer = self.node.check(since_s)
+        if not alive:
+            answer["why"] = f"the agent no longer judges: {tick}; see /healthz and its log"
+            answer["verdict"] = "unknown" if answer["verdict"] == "healthy" else answer["verdict"]
+        return answer
+
+    def gpus(self) -> dict[str, Any]:
+        """A verdict on each GPU, as of the last tick; where that is too long ago, nothing is still healthy."""
+        alive, tick = self.livez(self._clock())
+        with self._lock:
+            since_s = 0.0 if self._tick_at is None else self._monotonic() - self._ticked_mono
+            answer = self.node.gpus_report(since_s)
         if not alive:
             answer["why"] = f"the agent no longer judges: {tick}; see /healthz and its log"
             answer["verdict"] = "unknown" if answer["verdict"] == "healthy" else answer["verdict"]
@@ -552,7 +586,8 @@ def doctor_report(node: Node, slots: Mapping[str, Slot], mono: float) -> dict[st
     gpus = [{"uuid": g.uuid, "index": g.index, "name": g.name, "bdf": g.bdf, "limit_c": g.limit_c,
              "found": [f._asdict() | {"required": f.name in required} for f in g.found]} for g in node.gpus.values()]
     sources = [{"name": name, "age_s": round(mono - slot.answered_at, 1),
-                "took_s": slot.last.took_s if slot.last else None, "error": slot.last.error if slot.last else None}
+                "took_s": slot.last.took_s if slot.last else None, "error": slot.last.error if slot.last else None,
+                "note": getattr(slot.source, "note", None)}
                for name, slot in slots.items()]
     return {"targets": targets, "routers": routers, "gpus": gpus, "sources": sources}
 

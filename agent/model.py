@@ -114,11 +114,35 @@ class FoundEngine(NamedTuple):
     ranks: Mapping[int, int] = {}
 
 
+EventKind = Literal["xid", "sxid", "lost", "map", "limited", "forged", "overrun", "boot"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to a device; equal ones of one read are one, with a count.
+
+    "xid" and "sxid" are errors by `number`, "lost" is a GPU gone without one, "map" tells a device's UUID, "limited"
+    that equal lines are left out; "forged" is a line that only looks like the kernel's, "overrun" are records that
+    were overwritten before they were read, "boot" that the machine has started anew.
+    `device`: domain:bus:device, or "". `detail`: what else was told, in plain JSON values.
+    """
+
+    kind: EventKind
+    device: str
+    number: int | None
+    at: float  # of the last
+    first_at: float
+    count: int = 1
+    origin: Literal["log", "nvml"] = "log"
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """All that one read of one source gave. `error` is set when the source as a whole failed.
 
     `hung_s`: for how long a call of it has not returned that the read itself no longer waits for; 0: there is none.
+    `cursor`: up to where a log was read; saved together with what its `events` became.
     """
 
     source: str
@@ -131,6 +155,8 @@ class Batch:
     hung_s: float = 0.0
     router: EngineFacts | None = None  # what a router says of itself; it has no engines
     found: tuple[FoundEngine, ...] | None = None  # engines on this machine, where one looked for them
+    events: tuple[Event, ...] = ()
+    cursor: Mapping[str, Any] | None = None
 
 
 class Source(Protocol):
@@ -210,6 +236,40 @@ SAMPLES: Mapping[str, Kind] = {
     "gpu_power_ns": "counter",  # ns spent throttled for power
     "gpu_power_w": "gauge",
     "gpu_power_limit_w": "gauge",
+    "gpu_recovery": "gauge",  # NVML's number of what must be done to the GPU; 0: nothing
+    "gpu_ecc_corrected": "counter",  # since the driver was loaded
+    "gpu_ecc_uncorrected": "counter",
+    "gpu_ecc_corrected_ever": "counter",
+    "gpu_ecc_uncorrected_ever": "counter",
+    "gpu_remapped_corrected": "gauge",  # rows
+    "gpu_remapped_uncorrected": "gauge",
+    "gpu_remap_pending": "gauge",  # 0 or 1
+    "gpu_remap_failed": "gauge",  # 0 or 1
+    "gpu_banks_exhausted": "gauge",  # memory banks without a spare row
+    "gpu_retired": "gauge",  # pages
+    "gpu_retired_pending": "gauge",
+    "gpu_pcie_gen": "gauge",
+    "gpu_pcie_gen_max": "gauge",
+    "gpu_pcie_width": "gauge",  # lanes
+    "gpu_pcie_width_max": "gauge",
+    "gpu_pcie_replays": "counter",
+    "gpu_memory_temp_c": "gauge",
+    "gpu_memory_temp_max_c": "gauge",
+    "gpu_nvlink_up": "gauge",  # bit mask of the links that are up
+    "gpu_nvlink_count": "gauge",
+    "gpu_nvlink_replays": "counter",
+    "gpu_nvlink_recoveries": "counter",
+    "gpu_nvlink_crc": "counter",
+    "gpu_fabric": "gauge",  # NVML's number of the fabric's state
+    "gpu_fabric_status": "gauge",
+    "gpu_persistence": "gauge",  # 0 or 1
+    "gpu_energy_mj": "gauge",  # since the driver was loaded: what falls was loaded anew
+    "gpu_mig": "gauge",  # 0 or 1
+    # of the node's devices (subject: "gpu_devices"), told by the kernel
+    "gpus_pci": "gauge",
+    "gpus_proc": "gauge",  # in /proc/driver/nvidia/gpus
+    "gpus_dev": "gauge",  # /dev/nvidia0, 1, …
+    "nvml_error": "gauge",  # NVML's number of why it does not start (subject: "nvml")
     # of what users see (subject: the address that they use), told by a prober from outside
     "user_ttft": "histogram",  # s
     "user_itl": "histogram",  # s
@@ -219,6 +279,9 @@ SAMPLES: Mapping[str, Kind] = {
     "canary_age_s": "gauge",  # s for which it has waited for an answer; 0: it does not wait
     "canary_requests": "counter",
     "canary_errors": "counter",  # those that the engine counts as errors too
+    # of the kernel log (subject: "kernel_log")
+    "kernel_log_open": "gauge",  # 1 while it is read
+    "nvml_events_open": "gauge",  # 1 while NVML tells Xids (subject: "nvml")
     # of ourselves (subject: a source or a channel)
     "source_late_s": "gauge",  # s since a source was last on time
     "delivery_failing_s": "gauge",  # s since when a channel could not deliver

@@ -5,6 +5,7 @@ The loop, a back-test and `tocsin check` without an agent all drive this one thi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -14,6 +15,9 @@ from urllib.parse import quote
 from agent import evaluate as machine
 from agent import incidents, words
 from agent import signals as catalogue
+from agent.hardware import verdict as gpu_verdict
+from agent.hardware.history import History
+from agent.hardware.table import Severity as XidSeverity
 from agent.incidents import Incident
 from agent.model import (
     ROUTE,
@@ -25,7 +29,9 @@ from agent.model import (
     Batch,
     Book,
     EngineFacts,
+    Event,
     FoundEngine,
+    Gap,
     GpuFacts,
     IncidentMessage,
     Rule,
@@ -34,6 +40,7 @@ from agent.model import (
     Signal,
     Slo,
     Transition,
+    Why,
     alert_name,
 )
 from agent.signals import SIGNALS, Scene, Target
@@ -43,7 +50,8 @@ SETTLED_S = 600.0  # a GPU's memory 10 m after its engine's start is what the en
 USER_GONE_S = 60.0  # an address of which no prober tells any more
 GONE_S = 600.0  # a GPU that NVML no longer names for so long has ended
 Traffic = dict[str, dict[str, Any]]  # "replicas", "routers"
-OF_OURSELVES = frozenset({"blind", "watcher"})
+OF_OURSELVES = frozenset({"blind", "watcher", "kernel_log_forged", "kernel_log_lost"})
+HARDWARE_NAMES = frozenset({"gpu_temp_c", "gpu_energy_mj", "gpu_nvlink_up", "gpus_dev"})
 ALERT_STATES = {"firing": "BREACH", "pending": "PENDING"}
 
 
@@ -61,6 +69,8 @@ class Setup:
     watches_gpus: bool = True
     clip_windows: bool = False  # `tocsin check` without an agent
     raw_keep_s: float = RAW_KEEP_S  # a back-test keeps its whole recording
+    xid_severity: Mapping[int, XidSeverity] = field(default_factory=dict)  # number -> as its owner wants it
+    gpus_expected: int | None = None  # None: as many as were ever seen
 
 
 @dataclass
@@ -75,6 +85,10 @@ class Learned:
     told: dict[str, dict[str, str]] = field(default_factory=dict)  # signal -> subject -> what drilld says of it
     incidents: dict[str, dict[str, Any]] = field(default_factory=dict)  # id -> an open Incident
     found: dict[str, dict[str, Any]] = field(default_factory=dict)  # engine that discovery found -> how, and when last
+    hardware: dict[str, Any] = field(default_factory=dict)  # as History.saved gives it
+    kernel_log: dict[str, Any] = field(default_factory=dict)  # up to where it was read
+    gpu_count: int = 0  # the most that were seen at once
+    nvlinks: dict[str, int] = field(default_factory=dict)  # uuid -> bit mask of links that were up in this boot
 
 
 class Node:
@@ -93,6 +107,10 @@ class Node:
         self.gpus: dict[str, GpuFacts] = {}
         self.gpu_seen_at: dict[str, float] = {}
         self.gone: dict[str, GpuFacts] = {}  # GPUs that have ended: what closes with them is told by their index
+        self.history = History()
+        self._lost: set[str] = set()  # GPUs of which NVML says so
+        self._energy: dict[str, float] = {}  # uuid -> mJ since the driver was loaded
+        self._events: list[Event] = []  # taken, not yet folded: first all of a tick must have told which GPU is where
         self.users: dict[str, float] = {}  # address that users use -> when a prober last told of it
         self.first_at: float | None = None
         self.rules = {rule.id: rule for rule in setup.rules}
@@ -108,6 +126,7 @@ class Node:
         self.book = book
         self.learned = Learned(**{k: v for k, v in learned.items() if k in Learned.__dataclass_fields__})
         self.incidents = {name: incidents.from_plain(told) for name, told in self.learned.incidents.items()}
+        self.history = History.restored(self.learned.hardware)
         configured = {target.name for target in self.setup.targets} | self.learned.found.keys()
         for name in [n for n in self.learned.targets if n not in configured]:
             del self.learned.targets[name]
@@ -120,6 +139,12 @@ class Node:
     def take(self, batch: Batch) -> None:
         """Learn from one read of one source."""
         self.windows.ingest(batch)
+        self._events.extend(batch.events)
+        if batch.cursor is not None:
+            self.learned.kernel_log = dict(batch.cursor)
+        for reading in batch.readings:
+            if reading.name in HARDWARE_NAMES:
+                self._take_hardware(reading)
         if self.first_at is None:
             self.first_at = batch.at
         if batch.engine is not None:
@@ -131,10 +156,34 @@ class Node:
         for gpu in batch.gpus or ():
             self.gpus[gpu.uuid] = gpu
             self.gpu_seen_at[gpu.uuid] = batch.at
-            self.learned.gpus[gpu.uuid] = {k: v for k, v in asdict(gpu).items() if k not in ("found", "uuid", "pids")}
+            self.learned.gpus[gpu.uuid] = {"index": gpu.index, "name": gpu.name, "bdf": gpu.bdf, "limit_c": gpu.limit_c}
+        self.learned.gpu_count = max(self.learned.gpu_count, len(batch.gpus or ()))
         if batch.gpus is not None and batch.error is None:  # () says that there is none, a failed read says nothing
             for uuid in [u for u in self.gpus if batch.at - self.gpu_seen_at.setdefault(u, batch.at) > GONE_S]:
                 self._forget_gpu(uuid)
+
+    def _take_hardware(self, reading: Sample | Gap) -> None:
+        """Learn what is usual here, and when a GPU began anew."""
+        name, subject = reading.name, reading.subject
+        if isinstance(reading, Gap):
+            if name == "gpu_temp_c" and reading.code is Why.LOST:
+                self._lost.add(subject)
+            return
+        if name == "gpu_temp_c" and subject in self._lost:  # whoever comes back was reset
+            self._lost.discard(subject)
+            self._mended(subject, reading.at)
+        elif name == "gpu_energy_mj":
+            if reading.value < self._energy.get(subject, 0.0):
+                self._mended(subject, reading.at)
+            self._energy[subject] = reading.value
+        elif name == "gpu_nvlink_up":
+            self.learned.nvlinks[subject] = self.learned.nvlinks.get(subject, 0) | int(reading.value)
+        elif name == "gpus_dev":  # at first sight a GPU may have fallen already
+            self.learned.gpu_count = max(self.learned.gpu_count, int(reading.value))
+
+    def _mended(self, uuid: str, at: float) -> None:
+        self.history.reset(uuid, at)
+        self.learned.hardware = self.history.saved()
 
     def take_user(self, address: str, readings: Sequence[Sample], at: float) -> None:
         """What a prober counted so far at an address that users use."""
@@ -255,7 +304,20 @@ class Node:
         users = {address: Target(address, (address,), self.setup.slo) for address in self.users}
         full = {u: share for u, (_, share) in self.learned.gpu_full_at_start.items()}
         return Scene(self.windows, now, self.setup.node, self.setup.slo, targets, self.gpus, self.sources, users,
-                     self.learned.told, full, watched_s, routers=tuple(self.routers))
+                     self.learned.told, full, watched_s, tuple(self.routers), self.history, self.setup.xid_severity,
+                     self.learned.gpu_count if self.setup.gpus_expected is None else self.setup.gpus_expected,
+                     self.learned.nvlinks)
+
+    def _fold(self) -> None:
+        """Take what happened into the history, now that every source of this tick has told which GPU is where."""
+        if not self._events:
+            return
+        if any(event.kind == "boot" for event in self._events):
+            self.learned.nvlinks.clear()
+        by_address = {gpu.bdf: uuid for uuid, gpu in self.gpus.items()}
+        self.history.fold(self._events, by_address.get)
+        self._events = []
+        self.learned.hardware = self.history.saved()
 
     def _learn_full_gpus(self) -> None:
         """What share of a GPU's memory its engine holds 10 m after its start: what is so by design wakes nobody."""
@@ -279,6 +341,7 @@ class Node:
 
     def step(self, now: float, dt_s: float) -> list[Transition]:
         """Compute every signal, move every alert. `dt_s`: watched seconds since the last step."""
+        self._fold()
         self.scene = self._scene(now)
         if self.gpus:
             self._learn_full_gpus()
@@ -430,7 +493,7 @@ class Node:
             + slo_note(rule, self.scene.slo_of(alert.subject)),
             "value": words.beside(alert.value, alert.limit, unit),
             "limit": words.quantity(alert.limit, unit),
-            "action": rule.action,
+            "action": rule.action if signal is None else action_of(rule, signal),
             "evidence": "" if signal is None else evidence_text(signal),
         }
         drill = self._announced_by(alert)
@@ -471,6 +534,8 @@ class Node:
     def _place(self, subject: str) -> tuple[str, str]:
         """A subject for a title and for a text: people know a GPU by its index on a node."""
         gpu, node = self.gpus.get(subject) or self.gone.get(subject), self.setup.node
+        if gpu is None and re.fullmatch(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}", subject):
+            return f"device {subject} on {node}", f"device {subject}"
         if gpu is not None:
             known = ", ".join(word for word in (subject, gpu.bdf) if word)
             return f"GPU {gpu.index} on {node}", f"GPU {gpu.index} ({known})"
@@ -514,6 +579,11 @@ class Node:
         rows = [self._row(key, signal, since_s) for key, signal in self.signals.items()]
         return {"verdict": verdict(rows), "why": None, "node": self.setup.node, "at": self.scene.now, "signals": rows}
 
+    def gpus_report(self, since_s: float = 0.0) -> dict[str, Any]:
+        """The contract of `tocsin check --gpus --json`: a verdict on each GPU."""
+        rows = [self._row(key, signal, since_s) for key, signal in self.signals.items() if key[0] in gpu_verdict.RULES]
+        return gpu_verdict.verdicts(rows, self.gpus, self.setup.node) | {"at": self.scene.now}
+
     def _row(self, key: AlertKey, signal: Signal, since_s: float) -> dict[str, Any]:
         rule, alert = self.rules[key[0]], self.book.alerts.get(key)
         unit = SIGNALS[rule.signal][0].unit
@@ -524,7 +594,7 @@ class Node:
             "value": signal.value, "unit": unit, "limit": limit, "method": signal.method,
             "age_s": round(max(0.0, self.scene.now - signal.at) + since_s, 3), "why": signal.why or signal.quiet,
             "severity": alert.severity if alert is not None else self.severity_of(rule, signal.subject),
-            "required": rule.required, "evidence": dict(signal.evidence), "action": rule.action,
+            "required": rule.required, "evidence": dict(signal.evidence), "action": action_of(rule, signal),
             "text": words.what(signal, unit) if signal.state in ("value", "idle") else "",
         }
 
@@ -571,6 +641,11 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     lost = any(r["state"] == "UNKNOWN" and r["required"] for r in rows)
     judged = any(r["state"] == "OK" and r["signal"] not in OF_OURSELVES for r in rows)
     return "healthy" if judged and not lost else "unknown"
+
+
+def action_of(rule: Rule, signal: Signal) -> str:
+    """What to do: the rule's word, or what this very case asks for."""
+    return str(signal.evidence.get("do") or rule.action)
 
 
 def slo_note(rule: Rule, slo: Slo) -> str:

@@ -23,10 +23,11 @@ ROUNDS = 5  # at least: three failed reads in a row are an engine that is down
 SHORTEST_POLL_S = 0.5
 
 
-def sample(config: Config, watch_for_s: float, progress: Callable[[str], None]) -> dict[str, Any]:
+def sample(config: Config, watch_for_s: float, progress: Callable[[str], None], *, gpus: bool = False,
+           ) -> dict[str, Any]:
     """The contract's `check`, by watching for a while: windows are as long as that, and the last sample decides.
 
-    Extra key `looked_for`: what was looked for, in sentences.
+    Extra key `looked_for`: what was looked for, in sentences. `gpus`: `check --gpus`, a verdict on each GPU.
     """
     poll_s = min(config.poll, max(SHORTEST_POLL_S, watch_for_s / ROUNDS))
     config, seen = _discovered(config)
@@ -36,11 +37,13 @@ def sample(config: Config, watch_for_s: float, progress: Callable[[str], None]) 
     try:
         found = _round(node, collector, READ_WITHIN_S)
         looked_for = [*seen.said, *_looked_for(config, sources, found)]
+        if gpus:
+            looked_for = [what for what in looked_for if not what.startswith("engines:")]
         if node.setup.targets or node.gpus:
             _watch(node, collector, watch_for_s, progress)
     finally:
         collector.stop()
-    return node.check() | {"looked_for": looked_for}
+    return (node.gpus_report() if gpus else node.check()) | {"looked_for": looked_for}
 
 
 def _watch(node: Node, collector: Collector, watch_for_s: float, progress: Callable[[str], None]) -> None:
@@ -63,7 +66,7 @@ def _round(node: Node, collector: Collector, wait_s: float) -> dict[str, str | N
 
 def _prepare(config: Config, poll_s: float) -> tuple[Node, Sequence[Source]]:
     setup = setup_of(config, rules_for(config, CATALOGUE).rules, clip_windows=True)
-    return Node(replace(setup, poll_s=poll_s)), sources_of(config, {})
+    return Node(replace(setup, poll_s=poll_s)), sources_of(config, {}, once=True)
 
 
 def _discovered(config: Config) -> tuple[Config, Seen]:
@@ -96,7 +99,8 @@ def _looked_for(config: Config, sources: Sequence[Source], errors: dict[str, str
         if source.name == "nvml":
             said.append(f"NVML: {errors['nvml'] or getattr(source, 'note', '')}")
         else:
-            said.append(f"{source.name.replace(':', ' ', 1)}: {errors[source.name] or 'answers'}")
+            told = errors[source.name] or getattr(source, "note", "answers")
+            said.append(f"{source.name.replace(':', ' ', 1)}: {told}")
     if config.nvml == "off":
         said.append("NVML: off in the configuration")
     return said

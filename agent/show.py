@@ -204,6 +204,56 @@ def check_report(answer: Answer, *, show_all: bool) -> Report:
     return report
 
 
+# ---- tocsin check --gpus ----
+
+
+def gpus_report(answer: Answer, *, show_all: bool) -> Report:
+    """A row a GPU, what else speaks against it, what could not be checked, then the verdict."""
+    report: Report = []
+    gpus: Sequence[Answer] = answer["gpus"]
+    columns = (Column("GPU"), Column("VERDICT"), Column("CODE"), Column("PCI", drop=2), Column("UUID", drop=3),
+               Column("NAME", drop=4), Column("WHY"))
+    rows = []
+    for gpu in gpus:
+        index = NOTHING if gpu["index"] is None else str(gpu["index"])
+        uuid = gpu["subject"] if gpu["index"] is not None else ""
+        rows.append([clean(cell) for cell in (index, gpu["verdict"], gpu["code"] or "", gpu["bdf"] or "", uuid,
+                                              gpu["name"] or "", gpu["text"])])
+    if rows:
+        report.append(Table(columns, rows, f"GPUs of {clean(answer['node'])}"))
+    of_all = [(f"GPU {g['index']}" if g["index"] is not None else g["subject"], g["findings"]) for g in gpus]
+    for name, found in (*of_all, (answer["node"], answer["node_findings"])):
+        report += [clean(f"{name}: {f['code']} ({f['severity']}{', pending' if f['pending'] else ''}): {f['text']}")
+                   + ("" if f["text"].endswith(f["do"]) else clean(f". Do: {f['do']}")) for f in found]
+    report += _unchecked(answer, show_all=show_all)
+    report += [f"Looked for {clean(what)}" for what in answer.get("looked_for") or ()]
+    worst = str(answer["verdict"]).upper()
+    counts = ", ".join(f"{sum(g['verdict'] == v for g in gpus)} {v}" for v in dict.fromkeys(
+        g["verdict"] for g in gpus))
+    report.append(f"{worst}: {counts}" if counts else f"{worst}: {clean(answer.get('why') or 'found no GPU')}")
+    if counts and answer.get("why"):
+        report.append(f"Mind: {clean(answer['why'])}")
+    return report
+
+
+def _unchecked(answer: Answer, *, show_all: bool) -> Report:
+    """What could not be checked, and why: one line for GPUs of which the same holds; N/A where all is asked for."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for gpu in answer["gpus"]:
+        for item in gpu["unchecked"]:
+            if show_all or item["state"] == "UNKNOWN":
+                name = gpu["subject"] if gpu["index"] is None else f"GPU {gpu['index']}"
+                lines.setdefault((item["code"], item["why"]), []).append(name)
+    for item in answer.get("node_unchecked") or ():
+        if show_all or item["state"] == "UNKNOWN":
+            lines.setdefault((item["code"], item["why"]), []).append(answer["node"])
+    shown: Report = [clean(f"Not checked: {code} of {', '.join(names)}: {why}") for (code, why), names in lines.items()]
+    hidden = len({item["code"] for gpu in answer["gpus"] for item in gpu["unchecked"] if item["state"] == "N/A"})
+    if hidden and not show_all:
+        shown.append(f"Not applicable here: {hidden} checks; --all shows them.")
+    return shown
+
+
 # ---- tocsin alerts, doctor, rules list ----
 
 
@@ -276,6 +326,8 @@ def doctor_report(answer: Answer) -> Report:
         report.append(_found_table(told, gpu.get("found") or ()))
     for source in answer["sources"]:
         told_of = source.get("error") or f"read {span(source.get('age_s') or 0.0)} ago"
+        if source.get("note") and not source.get("error"):
+            told_of += f"; {source['note']}"
         report.append(clean(f"{'MISSING' if source.get('error') else 'OK':8} source {source['name']}: {told_of}"))
     if not answer["targets"] and not answer["gpus"]:
         report += [f"Looked for {clean(what)}" for what in answer.get("looked_for") or ()]

@@ -16,6 +16,9 @@ from itertools import pairwise, takewhile
 from statistics import median
 from typing import Any
 
+from agent.hardware import signals as hardware
+from agent.hardware.history import Finding, History, findings
+from agent.hardware.table import Severity as XidSeverity
 from agent.model import Alert, GpuFacts, Rule, Sample, Signal, SignalSpec, Slo, Why
 from agent.stats import Buckets, SlowShare, add_buckets, in_last_bucket, quantile, slow_share, wilson_lower
 from agent.windows import LATE_INTERVALS, Windows
@@ -68,6 +71,10 @@ class Scene:
     gpu_full_at_start: Mapping[str, float] = field(default_factory=dict)
     clip_windows_to_s: float | None = None  # `tocsin check` without an agent: windows as long as it watched
     routers: tuple[str, ...] = ()
+    history: History = field(default_factory=History)  # what happened to the hardware
+    xid_severity: Mapping[int, XidSeverity] = field(default_factory=dict)  # number -> as its owner wants it
+    gpus_expected: int | None = None  # written, or learned
+    nvlinks_seen: Mapping[str, int] = field(default_factory=dict)  # uuid -> bit mask of links that were up in this boot
     memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # what several rules ask of one tick
 
     def target_of(self, subject: str) -> Target | None:
@@ -94,6 +101,14 @@ class Scene:
             got = self.windows.latest(engine, "asleep", self.now)
             asleep = self.memo[(engine, "asleep")] = isinstance(got, Sample) and got.value > 0
         return asleep
+
+    def findings(self) -> list[Finding]:
+        """What happened to the hardware and still asks for somebody."""
+        if ("findings",) not in self.memo:
+            recovery = {uuid: hardware.recovery_action(self.windows, uuid, self.now) for uuid in self.gpus}
+            self.memo[("findings",)] = findings(self.history, self.now, self.xid_severity, recovery)
+        found: list[Finding] = self.memo[("findings",)]
+        return found
 
     def target_on(self, uuid: str) -> Target | None:
         """The one target on a GPU; None where there is none, or more than one."""
@@ -1224,6 +1239,9 @@ def blind(scene: Scene, rule: Rule, root: str, signals: Mapping[tuple[str, str],
     ask = Ask(scene, SIGNALS[rule.signal][0], rule, root, 0.0)
     if target is not None and starting(ask):
         return ask.idle("starting")
+    if root in scene.gpus and any(found.value for rule_id in hardware.NVML_AS_A_WHOLE
+                                  if (found := signals.get((rule_id, scene.node))) is not None):
+        return ask.idle("NVML fails as a whole, and that has an alert of its own")
     if ("lost",) not in scene.memo:
         scene.memo[("lost",)] = [(subject, s) for (rule_id, subject), s in signals.items()
                                  if s.state == "gap" and rule_id in required and not s.evidence.get("young")]
@@ -1295,6 +1313,7 @@ SIGNALS: Mapping[str, tuple[SignalSpec, Callable[[Ask], Signal]]] = {row[0].id: 
          slow_signal("user_itl"), windowed=True, counted=True, limit="slo", min_requests="number"),
     _row("user_error_rate", "ratio", "user", "errors per request as users get them, lower bound", user_error_rate,
          windowed=True, counted=True),
+    *(_row(*row[:-1], windowed=row[-1]) for row in hardware.ROWS),
     _row("drill_orphaned", "count", "any", "a drill left something in the world", told_by_drilld),
     _row("drill_overdue", "count", "any", "a drill that was due did not run", told_by_drilld),
     _row("watcher", "of limit", "any", "how late a source is, or a channel cannot deliver", watcher,
@@ -1307,6 +1326,8 @@ def subjects(scene: Scene, spec: SignalSpec) -> list[str]:
     """The subjects that a signal is computed for."""
     if spec.subject == "any":
         return list(scene.told.get(spec.id, ()))
+    if spec.id in hardware.XID_SIGNALS:  # of a GPU that nobody can name any more, and of switches too
+        return list(dict.fromkeys([*scene.gpus, *scene.history.subjects()]))
     memo, key = scene.memo, ("subjects", spec.subject)
     if key not in memo:
         engines = [e for t in scene.targets.values() for e in t.engines]

@@ -31,6 +31,8 @@ COARSE_NAMES = frozenset({"http", "finished", "rejections", "waiting", "process_
 LIVENESS_NAMES = frozenset({"down", "slow", "rung"})
 # It was told, but not as a number: when it is told again it does not "first appear".
 UNREADABLE = frozenset({Why.NOT_A_NUMBER, Why.BAD_LINE, Why.SENTINEL, Why.OUT_OF_RANGE})
+# Counted by a device over its life: what it stood at when it was first seen happened before.
+LIFETIME = frozenset(name for name, kind in SAMPLES.items() if kind == "counter" and name.startswith("gpu_"))
 NAN = math.nan
 
 
@@ -153,9 +155,10 @@ class Track:
     def _begin(self, key: SeriesKey, value: float, rows: int) -> array[float]:
         """A new series. A counter that first appears on a target already watched counts from 0.
 
-        Not so one whose first word was unreadable (NaN), nor one that was gone for longer than rows are kept.
+        Not so one whose first word was unreadable (NaN), nor one that was gone for longer than rows are kept, nor a
+        device's own.
         """
-        counts = not is_gauge(key) and not math.isnan(value)
+        counts = not is_gauge(key) and not math.isnan(value) and key[0] not in LIFETIME
         column = self.columns[key] = array("d", [0.0 if counts else NAN]) * rows
         self.groups.setdefault(key[:2], {})[key[2]] = column
         if counts and rows:

@@ -12,7 +12,7 @@ SUMMARY_LENGTH = 100
 MOST_DIGITS = 4  # more than the usual ones, to tell a value from its limit
 _BIG = ((1024.0**4, "TiB"), (1024.0**3, "GiB"), (1024.0**2, "MiB"), (1024.0, "KiB"))
 _SPANS = ((1.0, 0.001, "ms"), (120.0, 1.0, "s"), (7200.0, 60.0, "min"), (172800.0, 3600.0, "h"))
-_SIGNS = {"celsius": " °C", "kelvin": " K", "of limit": "×", "count": ""}
+_SIGNS = {"celsius": " °C", "kelvin": " K", "of limit": "×", "count": "", "per second": "/s"}
 NOTHING = "–"
 Evidence = Mapping[str, Any]
 

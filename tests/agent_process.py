@@ -28,7 +28,7 @@ class AgentProcess:
         self.path = folder / "tocsin.yaml"
         self.log = folder / "agent.log"
         own = {"state_dir": str(folder / "state"), "socket": str(self.socket), "listen": "127.0.0.1:0",
-               "discover": False}  # what else runs on this machine is none of the test's business
+               "discover": False, "kernel_log": "off"}  # what else happens on this machine is no part of a story
         self.path.write_text(json.dumps(own | dict(config)))  # JSON is YAML
         self._env = {**os.environ, **(env or {})}
         self.process: subprocess.Popen[bytes] | None = None

@@ -425,8 +425,8 @@ def test_a_check_alone_does_not_wait_for_a_start() -> None:
 
 def test_without_nvml_no_gpu_is_awaited() -> None:
     """`nvml: off`: no source, and GPUs of before are no longer in the configuration."""
-    config = Config(node="n", nvml="off")
+    config = Config(node="n", nvml="off", kernel_log="off")
 
     assert sources_of(config, {}) == []
     assert not setup_of(config, ()).watches_gpus
-    assert [s.name for s in sources_of(Config(node="n"), {})] == ["nvml"]
+    assert [s.name for s in sources_of(Config(node="n"), {})] == ["nvml", "nvml_events", "gpu_devices", "kernel_log"]

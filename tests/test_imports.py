@@ -41,14 +41,25 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.stats": Row(),
     "agent.exposition": Row("agent.model", "sys"),  # sys.intern
     "agent.windows": Row("agent.model"),
-    "agent.signals": Row("agent.model agent.stats agent.windows"),
+    "agent.signals": Row(
+        "agent.hardware.history agent.hardware.signals agent.hardware.table agent.model agent.stats agent.windows"
+    ),
     "agent.evaluate": Row("agent.model"),
     "agent.words": Row("agent.model"),
     "agent.incidents": Row("agent.model"),
-    "agent.node": Row("agent agent.evaluate agent.incidents agent.model agent.signals agent.windows agent.words"),
+    "agent.node": Row(
+        "agent agent.evaluate agent.hardware agent.hardware.history agent.hardware.table agent.hardware.verdict"
+        " agent.incidents agent.model agent.signals agent.windows agent.words"
+    ),
     "agent.engines": Row("agent.model", "importlib msgspec yaml"),  # its maps, read from the package
     "agent.engines.trtllm_json": Row("agent.exposition agent.model", "msgspec"),
     "agent.engines.pages": Row("agent.engines agent.exposition agent.model"),
+    "agent.hardware": Row(),
+    "agent.hardware.lines": Row(),
+    "agent.hardware.table": Row("", "importlib yaml"),  # its tables, read from the package
+    "agent.hardware.history": Row("agent.hardware.table agent.model"),
+    "agent.hardware.verdict": Row("agent.model"),
+    "agent.hardware.signals": Row("agent.hardware.table agent.model agent.signals agent.windows agent.words"),
     # Files of the user's, read once.
     "agent.strict": Row("", "msgspec pathlib yaml"),
     "agent.config": Row("agent.engines agent.model agent.strict rules", "msgspec os pathlib socket zoneinfo"),
@@ -74,8 +85,15 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sources.router": Row(
         "agent.engines agent.engines.pages agent.exposition agent.model agent.sources.fetch", WORLD
     ),
-    "agent.sources.nvml": Row("agent.model agent.sources.nvml_values", WORLD),
-    "agent.sources.nvml_values": Row("agent.model", "pynvml"),
+    "agent.sources.kernel_log": Row("agent.hardware.lines agent.model", WORLD),
+    "agent.sources.nvml": Row(
+        "agent.model agent.sources.gpu_devices agent.sources.nvml_events agent.sources.nvml_state"
+        " agent.sources.nvml_values", WORLD
+    ),
+    "agent.sources.nvml_events": Row("agent.model agent.sources.nvml_values", WORLD),
+    "agent.sources.gpu_devices": Row("agent.model", WORLD),
+    "agent.sources.nvml_state": Row("agent.sources agent.sources.nvml_values", "ctypes pynvml"),
+    "agent.sources.nvml_values": Row("agent.hardware.lines agent.model", "pynvml"),
     "agent.notifiers": Row(
         "agent agent.config agent.daytime agent.model agent.notifiers.alertmanager agent.notifiers.channel"
         " agent.notifiers.heartbeat agent.notifiers.pagerduty agent.notifiers.slack agent.notifiers.webhook",
@@ -102,8 +120,9 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "agent.daemon": Row(
         "agent.config agent.loop agent.model agent.node agent.notifiers agent.outbox agent.sdnotify agent.signals"
-        " agent.sources.discovery agent.sources.engine agent.sources.fetch agent.sources.nvml agent.sources.probe"
-        " agent.sources.router agent.store agent.strict agent.web.app agent.web.server rules",
+        " agent.sources.discovery agent.sources.engine agent.sources.fetch agent.sources.gpu_devices"
+        " agent.sources.kernel_log agent.sources.nvml agent.sources.probe agent.sources.router agent.store agent.strict"
+        " agent.web.app agent.web.server rules",
         WORLD,
     ),
     # The command line, which no daemon imports.

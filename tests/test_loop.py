@@ -6,6 +6,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -513,7 +514,7 @@ def test_the_watchdog_is_fed_more_often_than_a_slow_poll(life: Life) -> None:
     waits: list[float] = []
     fed: list[float] = []
 
-    class Stop:
+    class Woken:
         """An event whose waits pass at once, on our clock."""
 
         def wait(self, seconds: float) -> bool:
@@ -521,11 +522,40 @@ def test_the_watchdog_is_fed_more_often_than_a_slow_poll(life: Life) -> None:
             life.clocks.go(seconds)
             return False
 
-    agent._stop = Stop()  # type: ignore[assignment]
+    agent._woken = Woken()  # type: ignore[assignment]
     agent._wait_until(life.clocks.mono + 35, lambda: fed.append(life.clocks.mono))
 
     assert waits == [10, 10, 10, 5]
     assert fed == [500, 510, 520, 530]
+
+
+class Herald(Scripted):
+    """A source that wakes the loop when something has come."""
+
+    wake: Callable[[], object]
+
+    def wake_with(self, wake: Callable[[], object]) -> None:
+        """As agent.sources.kernel_log.KernelLog has it."""
+        self.wake = wake
+
+
+def test_what_cannot_wait_for_the_tick_is_judged_at_once(life: Life) -> None:
+    """An Xid came a second after the tick and lay there until the next: only the herald is read, and that now."""
+    slow, herald = Scripted("nvml", hot), Herald("kernel_log", nothing("kernel_log"))
+    agent = life.start(slow, herald)
+    agent.node.setup = replace(agent.node.setup, poll_s=3600.0)
+    thread = threading.Thread(target=agent.run, args=(lambda: None,))
+    thread.start()
+    try:
+        wait_until(lambda: herald.reads == 1 and agent.tick_at() is not None, 30, "the tick")
+        for reads in (2, 3):
+            herald.wake()
+            wait_until(lambda n=reads: herald.reads == n, 30, "the read")  # type: ignore[misc]
+    finally:
+        agent.stop()
+        thread.join(30)
+    assert not thread.is_alive()
+    assert slow.reads == 1
 
 
 # --- what it tells of itself ------------------------------------------------------------------------------------------

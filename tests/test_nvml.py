@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agent.model import SAMPLES, Gap, Sample, Why
-from agent.sources.nvml_values import NAMES, bdf, is_blank
+from agent.sources.nvml_values import FIELDS, NAMES, bdf, is_blank
 from tests.fake_nvml.build import SCENARIOS
 from tests.fake_nvml.reader import Reader
 from tests.needs import need
@@ -127,7 +127,7 @@ def test_the_ready_scenarios_play(start: Start, scenario: Path) -> None:
     seen = start(scenario).read()
 
     assert [gpu.index for gpu in seen.batch.gpus or ()] == list(range(8))
-    assert len(seen.batch.readings) == 8 * 13
+    assert sum(reading.name in NAMES for reading in seen.batch.readings) == 8 * 13
     assert seen.value(0, "gpu_temp_c") == 61.0
 
 
@@ -286,7 +286,7 @@ def test_fields_that_cannot_be_read_together(start: Start) -> None:
     seen = [reader.read(), reader.read()][-1]
 
     assert seen.codes(0) == {"value"}
-    assert reader.calls("nvmlDeviceGetFieldValues", 0) == (1 + 4) + 4
+    assert reader.calls("nvmlDeviceGetFieldValues", 0) == (1 + len(FIELDS)) + 4  # four of them are told here
 
 
 def test_mig_has_no_utilization(start: Start) -> None:
@@ -471,7 +471,10 @@ def test_a_driver_that_is_unloaded_under_us(start: Start) -> None:
 
 
 def test_a_call_that_hangs(start: Start) -> None:
-    """A call into the driver hangs: what was had is kept, the rest is HUNG with the call's name, and nothing stacks."""
+    """A call into the driver hangs: what was had is kept, the rest is HUNG with the call's name, and nothing stacks.
+
+    From the next read on the other GPUs are read by another thread; the one at which it hangs is left alone.
+    """
     hung = {"hangs": {"nvmlDeviceGetUtilizationRates": True}}
     reader = start(node({}, {}, {}), deadline_s=0.3)
     reader.read()
@@ -490,15 +493,47 @@ def test_a_call_that_hangs(start: Start) -> None:
     assert first.codes(2) == {"hung"}
     assert first.batch.error is not None
     assert first.batch.error.startswith("nvmlDeviceGetUtilizationRates of GPU 1 (GPU-")
-    assert {code for seen in later for i in range(3) for code in seen.codes(i)} == {"hung"}
-    assert later_s < 1.0
-    assert reader.calls("nvmlDeviceGetTemperatureV", 2) == before
+    assert {code for seen in later for code in seen.codes(1)} == {"hung"}
+    assert {code for seen in later for i in (0, 2) for code in seen.codes(i)} == {"value"}
+    assert all(len(seen.batch.readings) == 3 * len(NAMES) for seen in later)
+    assert later_s < 3.0
+    assert reader.calls("nvmlDeviceGetTemperatureV", 2) == before + 20
+    assert reader.calls("nvmlDeviceGetTemperatureV", 1) == 2  # the good read, and the one that then hung
     assert 0.25 < first.batch.hung_s < later[-1].batch.hung_s < first_s + later_s + 1.0
 
     reader.play(node({}, {}, {}))  # it returns
     until(lambda: reader.read().batch.error is None)
     assert reader.read().codes(2) == {"value"}
     assert reader.read().batch.hung_s == 0.0
+
+
+def test_hanging_calls_do_not_pile_up(start: Start) -> None:
+    """Four GPUs hang one after the other: three threads are left in the driver, and then nothing more is called."""
+    hung = {"hangs": {"nvmlDeviceGetUtilizationRates": True}}
+    reader = start(node(*[{}] * 5), deadline_s=0.2)
+    reader.read()
+    reader.play(node({}, hung, hung, hung, hung))
+    seen = [reader.read() for _ in range(8)]
+
+    assert [sum(seen[-1].codes(i) == {"hung"} for i in range(5))] == [5]
+    assert sum(reader.calls("nvmlDeviceGetTemperatureV", i) for i in range(1, 5)) == 4 + 3
+    reader.play(node(*[{}] * 5))
+    until(lambda: reader.read().batch.error is None, 30)
+    assert all(reader.read().codes(i) == {"value"} for i in range(5))
+
+
+def test_release_waits_for_what_hangs_at_one_gpu(start: Start) -> None:
+    """While another thread reads the other GPUs, NVML must not be shut down under the call that hangs."""
+    reader = start(node({}, {}), deadline_s=0.2)
+    reader.read()
+    reader.play(node({}, {"hangs": {"nvmlDeviceGetClockInfo": True}}))
+    reader.read()
+    assert reader.read().codes(0) == {"value"}
+    why = reader("release")
+    assert why.startswith("nvmlDeviceGetClockInfo of GPU 1 (GPU-")
+    assert reader.calls("nvmlShutdown") == 0
+    reader.play(node({}, {}))
+    until(lambda: reader.calls("nvmlShutdown") == 1, 30)
 
 
 def test_a_gpu_that_hung_is_read_last(start: Start) -> None:

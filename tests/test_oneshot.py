@@ -51,9 +51,9 @@ def refused_url() -> str:
 
 
 def config(*urls: str, **more: Any) -> Config:
-    """These engines, no NVML."""
+    """These engines, no NVML, no kernel log."""
     engines = tuple(EngineConfig(url=url, name=f"e{i}") for i, url in enumerate(urls))
-    return Config(node="gpu-17", engines=engines, nvml="off", discover=False, **more)
+    return Config(node="gpu-17", engines=engines, nvml="off", kernel_log="off", discover=False, **more)
 
 
 def look(settings: Config, watch_s: float = WATCH_S) -> tuple[dict[str, Any], list[str]]:
@@ -70,7 +70,8 @@ def state(answer: dict[str, Any], rule: str, subject: str = "e0") -> str:
 def tocsin(folder: Path, *arguments: str, **settings: Any) -> subprocess.Popen[str]:
     """The real command, on a configuration of its own."""
     path = folder / "tocsin.yaml"
-    own = {"node": "gpu-17", "nvml": "off", "socket": str(folder / "none.sock"), "state_dir": str(folder / "s")}
+    own = {"node": "gpu-17", "nvml": "off", "kernel_log": "off", "socket": str(folder / "none.sock"),
+           "state_dir": str(folder / "s")}
     path.write_text(json.dumps(own | settings))
     return subprocess.Popen([sys.executable, "-m", "agent", *arguments, "--config", str(path)], cwd=ROOT, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "COLUMNS": "200"})

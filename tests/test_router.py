@@ -210,7 +210,7 @@ def test_what_stands_in_the_wrong_list_is_told_so(server: PageServer, page: byte
 
 def test_the_configuration_gives_each_router_a_source() -> None:
     """`routers` was checked and did nothing."""
-    config = Config(routers=(RouterConfig(url="http://127.0.0.1:29000", name="edge"),), nvml="off")
+    config = Config(routers=(RouterConfig(url="http://127.0.0.1:29000", name="edge"),), nvml="off", kernel_log="off")
     sources = sources_of(config, {})
     assert [source.name for source in sources] == ["router:edge"]
     for source in sources:

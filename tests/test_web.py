@@ -55,6 +55,11 @@ class FakeView:
             raise RuntimeError("the database is locked at /var/lib/tocsin/secret-name.db")
         return self.checked
 
+    def gpus(self) -> dict[str, Any]:
+        found = [{"code": "temperature.limit"}, {"code": "temperature.high"}]
+        return {"verdict": "page", "node": "gpu-17", "why": None, "node_findings": [], "node_unchecked": [], "gpus": [
+            {"subject": "GPU-1", "verdict": "DRAIN", "findings": found, "unchecked": []}]}
+
     def alerts(self, include_resolved: bool) -> list[dict[str, Any]]:
         firing = {"rule": "gpu-temperature", "subject": "GPU-1", "state": "firing", "severity": "ticket",
                   "since": NOW - 60, "until": None, "summary": "gpu-temperature 91 °C, limit 85 °C: GPU 1 on gpu-17",

@@ -1,8 +1,9 @@
 """NVIDIA GPUs through NVML: what the driver tells of each card, by UUID.
 
-Every call into the driver runs in one worker thread. A call that hangs costs this source alone: `read` returns at its
-deadline with Gaps, and no second call is made until the first has returned (a process can collect a hundred threads
-in D state otherwise). A call that fails costs its own value; a GPU that is lost costs its own values.
+Every call into the driver runs in a worker thread. A call that hangs costs its GPU: `read` returns at its deadline
+with Gaps, and from then on another worker reads the other GPUs; nothing more is asked of that one until the call has
+returned, and no more than MOST_STUCK calls are let hang (a process can collect a hundred threads in D state otherwise).
+A call that fails costs its own value; a GPU that is lost costs its own values.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from typing import Any
 import pynvml
 
 from agent.model import Batch, Gap, GpuFacts, Sample, Why
+from agent.sources.gpu_devices import nvidia_devices
+from agent.sources.nvml_events import XidEvents
+from agent.sources.nvml_state import STATE
 from agent.sources.nvml_values import CODES, NAMES, STALE, Gpu, bdf, gaps_of, poll_gpu, text_of
 
 FIRST_RETRY_S = 5.0  # back-off after a failed start, or of opening anew after a loss: doubles to the caps below
 RETRY_CAP_S = 60.0  # of a failing start: a driver that is loaded late is seen within a minute
 PROCESS_CALLS = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
 PIDS_EVERY_S = 30.0
+MOST_STUCK = 2  # calls that hang, each in its thread; with one more nothing is called until one of them returns
 REOPEN_CAP_S = 300.0  # of opening anew, which disturbs the healthy GPUs a little
 
 
@@ -38,8 +43,10 @@ class _LateError(Exception):
 class _Job:
     """One piece of work of the worker, and what it has brought so far; the reader may look at any moment."""
 
-    def __init__(self, run: Callable[[_Job], None]) -> None:
+    def __init__(self, run: Callable[[_Job], None], left_out: frozenset[int] = frozenset()) -> None:
         self.run = run
+        self.left_out = left_out  # GPUs at which another call hangs, by index
+        self.index: int | None = None  # the GPU that is asked now
         self.done = Event()
         self.abandoned = False
         self.readings: list[Sample | Gap] = []
@@ -52,7 +59,8 @@ class _Job:
 
     def call(self, name: str, whose: str, *args: Any) -> Any:
         """Call pynvml's function of that name; an older pynvml without it is as a driver without it."""
-        if self.abandoned and name != "nvmlShutdown":  # what was let go of must really be let go of
+        if self.abandoned and name not in ("nvmlEventSetFree", "nvmlShutdown"):
+        # what was let go of must really be let go of
             raise _LateError
         self.at_call = (name, whose, time.monotonic())
         function = getattr(pynvml, name, None)
@@ -70,12 +78,12 @@ class _Worker:
         self._running: _Job | None = None
         self.last: _Job | None = None
 
-    def submit(self, run: Callable[[_Job], None]) -> _Job:
+    def submit(self, run: Callable[[_Job], None], left_out: frozenset[int] = frozenset()) -> _Job:
         if self._thread is None:
             # A daemon: a thread that hangs in the driver must not keep the process from ending.
             self._thread = Thread(target=self._work, name="nvml", daemon=True)
             self._thread.start()
-        job = self.last = _Job(run)
+        job = self.last = _Job(run, left_out)
         self._jobs.put(job)
         return job
 
@@ -87,6 +95,11 @@ class _Worker:
         """Whether a job that was given up is still running."""
         running = self._running
         return running is not None and running.abandoned
+
+    def hangs_index(self) -> int | None:
+        """The GPU at which a job that was given up hangs; None where it hangs elsewhere, or not."""
+        running = self._running
+        return running.index if running is not None and running.abandoned else None
 
     def give_up(self, job: _Job) -> None:
         """Nobody waits for this job, or the one that it stands behind, any more."""
@@ -117,8 +130,9 @@ class _Worker:
 class _Driver:
     """The state of NVML in this process. Only the worker thread touches it."""
 
-    def __init__(self, clock: Callable[[], float], pci: Path) -> None:
+    def __init__(self, clock: Callable[[], float], pci: Path, events: XidEvents) -> None:
         self._clock = clock
+        self._events = events
         self._pci = pci
         self._started = False
         self._count: int | None = None
@@ -130,6 +144,7 @@ class _Driver:
         self._backoff_s = FIRST_RETRY_S
         self._retry_at = -math.inf
         self._failure = ""
+        self._code: int | None = None  # of the last start, if it failed
         self._absent: str | None = None
         self._reopen_at: float | None = None
         self._version = ""
@@ -138,15 +153,23 @@ class _Driver:
         """Read all GPUs in the order of their index, but those that hung before last."""
         try:
             if not self._ensure_started(job):
+                if self._code is not None and job.absent is None:
+                    job.readings.append(Sample("nvml_error", "nvml", float(self._code), now))
                 return
-            order = sorted(range(self._count or 0), key=lambda index: (index in self._suspects, index))
+            asked = [index for index in range(self._count or 0) if index not in job.left_out]
+            order = sorted(asked, key=lambda index: (index in self._suspects, index))
             healthy = True
             for index in order:
+                job.index = index
                 try:
                     healthy &= self._poll_gpu(job, index, now)
                 except _LateError:
                     self._suspects.add(index)
                     raise
+            job.index = None
+            if not job.left_out:
+                self._events.register(job.call, self._gpus.values())
+            self._tell_left_out(job, now)
             healthy &= self._tell_missing(job, now)
         except pynvml.NVMLError as error:
             if error.value not in STALE:
@@ -164,6 +187,7 @@ class _Driver:
         if not self._started:
             return
         self._started = False
+        self._events.stop(job.call)
         self._count = None
         self._handles.clear()
         self._gpus.clear()
@@ -195,7 +219,8 @@ class _Driver:
             self._backoff_s = min(2 * self._backoff_s, REOPEN_CAP_S)
 
     def _ensure_started(self, job: _Job) -> bool:
-        if self._started and self._reopen_at is not None and self._clock() >= self._reopen_at:
+        due = self._started and self._reopen_at is not None and self._clock() >= self._reopen_at
+        if due and not job.left_out:  # nothing may be shut down under a call that hangs
             self.stop(job)
             job.error = None
         if not self._started and self._clock() < self._retry_at:
@@ -212,6 +237,7 @@ class _Driver:
             self._note_failed_start(job, error)
             return False
         job.driver_version = self._version
+        self._code = None
         return True
 
     def _ask_version(self, job: _Job) -> str:
@@ -225,9 +251,9 @@ class _Driver:
         self.stop(job)
         self._retry_at = self._clock() + min(self._backoff_s, RETRY_CAP_S)
         self._backoff_s = min(2 * self._backoff_s, RETRY_CAP_S)
-        self._failure, self._absent = _why_no_start(where, error, self._pci), None
+        self._failure, self._absent, self._code = _why_no_start(where, error, self._pci), None, error.value
         if error.value in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED) and not (
-            self._known or _nvidia_devices(self._pci)
+            self._known or nvidia_devices(self._pci)
         ):
             self._failure, self._absent = "", f"no NVIDIA GPU here: {where}: {error}, and none under {self._pci}"
         job.error, job.absent = self._failure or None, self._absent
@@ -264,7 +290,7 @@ class _Driver:
                 return False
         if gpu.uuid not in self._known:
             self._remember(job, gpu.facts())
-        gaps = poll_gpu(job.call, gpu, now, job.readings)
+        gaps = poll_gpu(job.call, gpu, now, job.readings, STATE)
         if self._clock() >= gpu.ask_pids_at:
             self._ask_pids(job, gpu)
         self._remember(job, gpu.facts(gaps))
@@ -284,6 +310,15 @@ class _Driver:
     def _remember(self, job: _Job, facts: GpuFacts) -> None:
         self._known[facts.uuid] = job.gpus[facts.uuid] = facts
 
+    def _tell_left_out(self, job: _Job, now: float) -> None:
+        """The GPUs that nobody asked, since a call to them hangs."""
+        for index in job.left_out:
+            known = [facts for facts in self._known.values() if facts.index == index and facts.uuid not in job.gpus]
+            facts = known[0] if known else GpuFacts(f"index-{index}", index, "", "")
+            job.gpus[facts.uuid] = facts
+            names = (*NAMES, *(self._gpus[index].had if index in self._gpus else ()))
+            job.readings.extend(gaps_of(facts.uuid, names, Why.HUNG, "a call to this GPU has not returned", now))
+
     def _tell_missing(self, job: _Job, now: float) -> bool:
         """Name the GPUs that could not be opened: by the index they had, else as the one that is missing."""
         missing = {uuid: facts for uuid, facts in self._known.items() if uuid not in job.gpus}
@@ -299,22 +334,9 @@ class _Driver:
         return not missing and not self._failed
 
 
-def _nvidia_devices(pci: Path) -> list[str]:
-    """PCI addresses of NVIDIA display and compute devices (class 03): not their sound, not NVSwitch."""
-    found = []
-    for device in sorted(pci.glob("*")):
-        try:
-            vendor, kind = ((device / name).read_text().strip().lower() for name in ("vendor", "class"))
-        except OSError:
-            continue
-        if vendor == "0x10de" and kind.startswith("0x03"):
-            found.append(device.name)
-    return found
-
-
 def _why_no_start(call: str, error: pynvml.NVMLError, pci: Path) -> str:
     """What failed, what PCI shows, and the next step: the message of a person's first minute with this."""
-    devices = _nvidia_devices(pci)
+    devices = nvidia_devices(pci)
     shown = f"PCI shows {len(devices)} NVIDIA GPU(s)" if devices else f"{pci} shows no NVIDIA GPU"
     steps: Mapping[int, str] = {
         pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "libnvidia-ml.so.1 was looked for where the dynamic linker looks "
@@ -356,8 +378,10 @@ class NvmlSource:
         self.note = "not read yet"
         self._deadline_s = deadline_s
         self._clock = clock
-        self._driver = _Driver(clock, pci)
+        self.events = XidEvents()
+        self._driver = _Driver(clock, pci, self.events)
         self._worker = _Worker()
+        self._stuck: list[tuple[_Worker, int]] = []  # with the index of the GPU at which each hangs
         self._facts: dict[str, GpuFacts] = {}
         self._released_until: float | None = None
         self._closed = False
@@ -368,13 +392,15 @@ class NvmlSource:
         released = self._released()
         if released is not None:
             return self._batch(now, began, (), Why.ERROR, released)
+        self._leave_stuck()
         last = self._worker.last
         if self._worker.is_stuck():  # known to hang: not waited for again, the rhythm of the others is worth more
             return self._hung(now, began, ())
         if last is not None and not last.done.wait(self._deadline_s):
             self._worker.give_up(last)
             return self._hung(now, began, ())
-        job = self._worker.submit(lambda job: self._poll(job, now))
+        left_out = frozenset(index for _, index in self._stuck)
+        job = self._worker.submit(lambda job: self._poll(job, now), left_out)
         if not job.done.wait(max(0.0, self._deadline_s - (time.monotonic() - began))):
             self._worker.give_up(job)
             self._facts.update(job.gpus)
@@ -383,8 +409,28 @@ class NvmlSource:
             self._facts.update(job.gpus)
             return self._batch(now, began, tuple(job.readings), Why.ERROR, job.error, failed=True)
         self._facts = dict(job.gpus)
+        if self._stuck:
+            why, hung_s = self._stuck[0][0].hangs_at()
+            took_s = time.monotonic() - began
+            self.note = why
+            return Batch(self.name, now, took_s, tuple(job.readings), gpus=self._in_order(), error=why, hung_s=hung_s)
         self.note = job.absent or f"NVIDIA driver {job.driver_version}, {len(job.gpus)} GPU(s)"
         return Batch(self.name, now, time.monotonic() - began, tuple(job.readings), gpus=self._in_order())
+
+    def _leave_stuck(self) -> None:
+        """Let a worker whose call hangs at one GPU be, and go on with another; end those whose call has returned."""
+        for worker, _ in self._stuck:
+            if not worker.is_stuck():
+                worker.end()
+        self._stuck = [(worker, index) for worker, index in self._stuck if worker.is_stuck()]
+        index = self._worker.hangs_index()
+        if index is not None and len(self._stuck) < MOST_STUCK and self._facts:
+            self._stuck.append((self._worker, index))
+            self._worker = _Worker()
+
+    def _holder(self) -> _Worker:
+        """Whoever must be done before NVML can be shut down."""
+        return next((worker for worker, _ in self._stuck if worker.is_stuck()), self._worker)
 
     def release(self, for_s: float | None = None) -> str | None:
         """Shut NVML down, so that GPU resets and driver reloads work; for `for_s` seconds, or until `reopen`.
@@ -393,10 +439,11 @@ class NvmlSource:
         Until then reads give Gaps that say it was asked for. May be called from another thread.
         """
         self._released_until = math.inf if for_s is None else self._clock() + for_s
-        stuck = self._worker.is_stuck()
-        job = self._worker.submit(self._driver.stop)
+        holder = self._holder()
+        stuck = holder.is_stuck()
+        job = holder.submit(self._driver.stop)
         if stuck or not job.done.wait(self._deadline_s):
-            return f"{self._worker.hangs_at()[0]}; NVML is shut down as soon as it returns"
+            return f"{holder.hangs_at()[0]}; NVML is shut down as soon as it returns"
         return job.error
 
     def processes(self) -> dict[int, int] | None:
@@ -420,9 +467,11 @@ class NvmlSource:
         self._released_until = math.inf
         if self._worker.last is None:
             return
-        stuck = self._worker.is_stuck()
-        job = self._worker.submit(self._driver.stop)
-        self._worker.end()
+        holder = self._holder()
+        stuck = holder.is_stuck()
+        job = holder.submit(self._driver.stop)
+        for worker in {self._worker, *(worker for worker, _ in self._stuck)}:
+            worker.end()
         if not stuck:
             job.done.wait(min(1.0, self._deadline_s))
 

@@ -6,14 +6,18 @@ nvml.py opens the GPUs and guards the calls; here is what is asked of a handle t
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pynvml
 
+from agent.hardware.lines import bdf
 from agent.model import Found, Gap, GpuFacts, Sample, Why
+
+__all__ = [
+    "NAMES", "Gpu", "Group", "Reader", "UnsupportedError", "Way", "bdf", "gaps_of", "is_blank", "poll_gpu", "text_of",
+]  # fmt: skip
 
 Call = Callable[..., Any]  # (pynvml's function by name, whose GPU for messages, its arguments)
 
@@ -37,21 +41,6 @@ CODES: Mapping[int, Why] = {
 }
 
 
-def bdf(text: str) -> str:
-    """A PCI address as domain:bus:device in lower-case hex, from NVML's, the kernel's or lspci's spelling.
-
-    `00000000:1B:00.0`, `PCI:0000:1b:00`, `000b:00:00` (three parts: no function) and `1b:00.0` (domain 0) are
-    understood. Raises ValueError for anything else.
-    """
-    found = re.fullmatch(
-        r"(?:PCI:)?(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.[0-7])?", text.strip(), re.IGNORECASE
-    )
-    if found is None:
-        raise ValueError(f"{text!r} is not a PCI address; expected domain:bus:device, as in 0000:1b:00")
-    domain, bus, device = (int(part or "0", 16) for part in found.groups())
-    return f"{domain:04x}:{bus:02x}:{device:02x}"
-
-
 def is_blank(raw: float, wide: bool = False) -> bool:
     """Whether a number is one of the fillers that NVML and DCGM write for "no data". `wide`: it has 64 bits.
 
@@ -64,7 +53,7 @@ def is_blank(raw: float, wide: bool = False) -> bool:
     return not wide and (raw == 0xFFFFFFFF or 0x7FFFFFF0 <= raw <= 0x7FFFFFFF)
 
 
-class _NoValueError(Exception):
+class NoValueError(Exception):
     """A call succeeded, but what it gave is not a number that can be used."""
 
     def __init__(self, code: Why, text: str) -> None:
@@ -72,24 +61,36 @@ class _NoValueError(Exception):
         self.code = code
 
 
-class _UnsupportedError(Exception):
+class UnsupportedError(Exception):
     """This way leads nowhere on this card; the next one may."""
 
 
-class _Field(NamedTuple):
+class Field(NamedTuple):
     id: int
     signed: bool = False  # told as unsigned by some drivers
 
 
-POWER_NS = _Field(pynvml.NVML_FI_DEV_PERF_POLICY_POWER)
-THERMAL_NS = _Field(pynvml.NVML_FI_DEV_PERF_POLICY_THERMAL)
-POWER_MW = _Field(185)  # NVML_FI_DEV_POWER_AVERAGE, what nvidia-smi calls power.draw
-SLOWDOWN_TLIMIT = _Field(194, signed=True)  # NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT
-FIELDS: Mapping[int, _Field] = {f.id: f for f in (POWER_NS, THERMAL_NS, POWER_MW, SLOWDOWN_TLIMIT)}
+POWER_NS = Field(pynvml.NVML_FI_DEV_PERF_POLICY_POWER)
+THERMAL_NS = Field(pynvml.NVML_FI_DEV_PERF_POLICY_THERMAL)
+POWER_MW = Field(185)  # NVML_FI_DEV_POWER_AVERAGE, what nvidia-smi calls power.draw
+SLOWDOWN_TLIMIT = Field(194, signed=True)  # NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT
+RECOVERY_ACTION = Field(230)  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+ECC_CORRECTED, ECC_UNCORRECTED, ECC_CORRECTED_EVER, ECC_UNCORRECTED_EVER = (Field(n) for n in (3, 4, 5, 6))
+RETIRED_CORRECTED, RETIRED_UNCORRECTED, RETIRED_PENDING = Field(29), Field(30), Field(31)
+NVLINK_CRC_FLIT, NVLINK_CRC_DATA, NVLINK_REPLAYS, NVLINK_RECOVERIES = (Field(n) for n in (38, 45, 52, 59))
+MEMORY_TEMP, PCIE_REPLAYS = Field(82), Field(94)
+FIELDS: Mapping[int, Field] = {
+    f.id: f
+    for f in (
+        POWER_NS, THERMAL_NS, POWER_MW, SLOWDOWN_TLIMIT, RECOVERY_ACTION, ECC_CORRECTED, ECC_UNCORRECTED,
+        ECC_CORRECTED_EVER, ECC_UNCORRECTED_EVER, RETIRED_CORRECTED, RETIRED_UNCORRECTED, RETIRED_PENDING,
+        NVLINK_CRC_FLIT, NVLINK_CRC_DATA, NVLINK_REPLAYS, NVLINK_RECOVERIES, MEMORY_TEMP, PCIE_REPLAYS,
+    )
+}  # fmt: skip
 _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by nvmlValueType_t
 
 
-class _Reader:
+class Reader:
     """One GPU in one pass: calls by name, the fields that were fetched together, the values had so far."""
 
     def __init__(self, call: Call, gpu: Gpu) -> None:
@@ -102,184 +103,184 @@ class _Reader:
     def call(self, name: str, *args: Any) -> Any:
         return self._call(name, self._gpu.label, self._gpu.handle, *args)
 
-    def field(self, wanted: _Field) -> float:
+    def field(self, wanted: Field) -> float:
         value = self.fields.get(wanted.id)
         if value is None:
-            raise _UnsupportedError
+            raise UnsupportedError
         if isinstance(value, pynvml.NVMLError):
             raise value
         return value
 
 
-def _temperature(r: _Reader) -> tuple[float, ...]:
+def _temperature(r: Reader) -> tuple[float, ...]:
     # It is signed in the newer call: the filler of 32 ones arrives as -1, which no die in a server has.
     return (r.call("nvmlDeviceGetTemperatureV", pynvml.NVML_TEMPERATURE_GPU) % 2**32,)
 
 
-def _temperature_v0(r: _Reader) -> tuple[float, ...]:
+def _temperature_v0(r: Reader) -> tuple[float, ...]:
     return (r.call("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),)
 
 
-def _margin_tlimit(r: _Reader) -> tuple[float, ...]:
+def _margin_tlimit(r: Reader) -> tuple[float, ...]:
     """Hopper and newer count down to a limit, and slow down a little past it: at -2, on an H100."""
-    margin = float(_usable(r.call("nvmlDeviceGetMarginTemperature")))
+    margin = float(usable(r.call("nvmlDeviceGetMarginTemperature")))
     try:
-        return (margin - _usable(r.field(SLOWDOWN_TLIMIT)),)
-    except _UnsupportedError:
+        return (margin - usable(r.field(SLOWDOWN_TLIMIT)),)
+    except UnsupportedError:
         return (margin,)
 
 
-def _margin_threshold(r: _Reader) -> tuple[float, ...]:
+def _margin_threshold(r: Reader) -> tuple[float, ...]:
     limit_c = r.call("nvmlDeviceGetTemperatureThreshold", pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
     if limit_c == NO_LIMIT_C or is_blank(limit_c) or limit_c <= 0:
-        raise _UnsupportedError
+        raise UnsupportedError
     r.got["limit_c"] = float(limit_c)
     if r.missed.get("gpu_temp_c") is Why.NOT_SUPPORTED:
-        raise _UnsupportedError
+        raise UnsupportedError
     if "gpu_temp_c" not in r.got:
-        raise _NoValueError(Why.ERROR, "the temperature was not had")
+        raise NoValueError(Why.ERROR, "the temperature was not had")
     return (limit_c - r.got["gpu_temp_c"],)
 
 
-def _utilization(r: _Reader) -> tuple[float, ...]:
-    return (_usable(r.call("nvmlDeviceGetUtilizationRates").gpu) / 100,)
+def _utilization(r: Reader) -> tuple[float, ...]:
+    return (usable(r.call("nvmlDeviceGetUtilizationRates").gpu) / 100,)
 
 
-def _memory_v2(r: _Reader) -> tuple[float, ...]:
+def _memory_v2(r: Reader) -> tuple[float, ...]:
     return _sizes(r.call("nvmlDeviceGetMemoryInfo", pynvml.nvmlMemory_v2))
 
 
-def _memory(r: _Reader) -> tuple[float, ...]:
+def _memory(r: Reader) -> tuple[float, ...]:
     return _sizes(r.call("nvmlDeviceGetMemoryInfo"))
 
 
 def _sizes(memory: Any) -> tuple[float, ...]:
     if memory.total == 0:  # unified memory has no framebuffer: 0 of 0 is not a size
-        raise _UnsupportedError
+        raise UnsupportedError
     return memory.used, memory.total, memory.free
 
 
-def _violation(policy: int) -> Callable[[_Reader], tuple[float, ...]]:
+def _violation(policy: int) -> Callable[[Reader], tuple[float, ...]]:
     return lambda r: (r.call("nvmlDeviceGetViolationStatus", policy).violationTime,)
 
 
 def _watts(milliwatts: float) -> tuple[float, ...]:
-    return (_usable(milliwatts) / 1000,)
+    return (usable(milliwatts) / 1000,)
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """One way to have the values of a group. `how` is what `tocsin doctor` and the Gaps call it."""
 
     how: str
-    read: Callable[[_Reader], tuple[float, ...]]
+    read: Callable[[Reader], tuple[float, ...]]
 
 
-class _Group(NamedTuple):
+class Group(NamedTuple):
     """Values had together. The first way that the card supports is used for as long as its handle lives."""
 
     names: tuple[str, ...]
-    ways: tuple[_Way, ...]
+    ways: tuple[Way, ...]
     wide: bool = False
     low: float = 0.0
     high: float = math.inf
 
 
 # The margin comes after the temperature, which it may need.
-GROUPS: tuple[_Group, ...] = (
-    _Group(
+GROUPS: tuple[Group, ...] = (
+    Group(
         ("gpu_temp_c",),
-        (_Way("nvmlDeviceGetTemperatureV", _temperature), _Way("nvmlDeviceGetTemperature", _temperature_v0)),
+        (Way("nvmlDeviceGetTemperatureV", _temperature), Way("nvmlDeviceGetTemperature", _temperature_v0)),
         high=200,
     ),
-    _Group(
+    Group(
         ("gpu_margin_c",),
         (
-            _Way("nvmlDeviceGetMarginTemperature - field 194 (slowdown T.Limit)", _margin_tlimit),
-            _Way("nvmlDeviceGetTemperatureThreshold(slowdown) - temperature", _margin_threshold),
+            Way("nvmlDeviceGetMarginTemperature - field 194 (slowdown T.Limit)", _margin_tlimit),
+            Way("nvmlDeviceGetTemperatureThreshold(slowdown) - temperature", _margin_threshold),
         ),
         low=-200,
         high=260,
     ),
-    _Group(("gpu_util",), (_Way("nvmlDeviceGetUtilizationRates", _utilization),), high=1),
-    _Group(
+    Group(("gpu_util",), (Way("nvmlDeviceGetUtilizationRates", _utilization),), high=1),
+    Group(
         ("gpu_mem_used", "gpu_mem_total", "gpu_mem_free"),
-        (_Way("nvmlDeviceGetMemoryInfo_v2", _memory_v2), _Way("nvmlDeviceGetMemoryInfo", _memory)),
+        (Way("nvmlDeviceGetMemoryInfo_v2", _memory_v2), Way("nvmlDeviceGetMemoryInfo", _memory)),
         wide=True,
     ),
-    _Group(
+    Group(
         ("gpu_sm_clock_mhz",),
-        (_Way("nvmlDeviceGetClockInfo(SM)", lambda r: (r.call("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),)),),
+        (Way("nvmlDeviceGetClockInfo(SM)", lambda r: (r.call("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),)),),
     ),
-    _Group(
+    Group(
         ("gpu_sm_clock_max_mhz",),
         (
-            _Way(
+            Way(
                 "nvmlDeviceGetMaxClockInfo(SM)",
                 lambda r: (r.call("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM),),
             ),
         ),
     ),
-    _Group(
+    Group(
         ("gpu_throttle",),
         (
-            _Way(
+            Way(
                 "nvmlDeviceGetCurrentClocksEventReasons",
                 lambda r: (r.call("nvmlDeviceGetCurrentClocksEventReasons"),),
             ),
-            _Way(
+            Way(
                 "nvmlDeviceGetCurrentClocksThrottleReasons",
                 lambda r: (r.call("nvmlDeviceGetCurrentClocksThrottleReasons"),),
             ),
         ),
         wide=True,
     ),
-    _Group(
+    Group(
         ("gpu_thermal_ns",),
         (
-            _Way("field 75 (thermal policy)", lambda r: (r.field(THERMAL_NS),)),
-            _Way("nvmlDeviceGetViolationStatus(thermal)", _violation(pynvml.NVML_PERF_POLICY_THERMAL)),
+            Way("field 75 (thermal policy)", lambda r: (r.field(THERMAL_NS),)),
+            Way("nvmlDeviceGetViolationStatus(thermal)", _violation(pynvml.NVML_PERF_POLICY_THERMAL)),
         ),
         wide=True,
     ),
-    _Group(
+    Group(
         ("gpu_power_ns",),
         (
-            _Way("field 74 (power policy)", lambda r: (r.field(POWER_NS),)),
-            _Way("nvmlDeviceGetViolationStatus(power)", _violation(pynvml.NVML_PERF_POLICY_POWER)),
+            Way("field 74 (power policy)", lambda r: (r.field(POWER_NS),)),
+            Way("nvmlDeviceGetViolationStatus(power)", _violation(pynvml.NVML_PERF_POLICY_POWER)),
         ),
         wide=True,
     ),
-    _Group(
+    Group(
         ("gpu_power_w",),
         (
-            _Way("field 185 (average power)", lambda r: _watts(r.field(POWER_MW))),
-            _Way("nvmlDeviceGetPowerUsage", lambda r: _watts(r.call("nvmlDeviceGetPowerUsage"))),
+            Way("field 185 (average power)", lambda r: _watts(r.field(POWER_MW))),
+            Way("nvmlDeviceGetPowerUsage", lambda r: _watts(r.call("nvmlDeviceGetPowerUsage"))),
         ),
     ),
-    _Group(
+    Group(
         ("gpu_power_limit_w",),
         (
-            _Way("nvmlDeviceGetEnforcedPowerLimit", lambda r: _watts(r.call("nvmlDeviceGetEnforcedPowerLimit"))),
-            _Way("nvmlDeviceGetPowerManagementLimit", lambda r: _watts(r.call("nvmlDeviceGetPowerManagementLimit"))),
+            Way("nvmlDeviceGetEnforcedPowerLimit", lambda r: _watts(r.call("nvmlDeviceGetEnforcedPowerLimit"))),
+            Way("nvmlDeviceGetPowerManagementLimit", lambda r: _watts(r.call("nvmlDeviceGetPowerManagementLimit"))),
         ),
     ),
 )
 NAMES: tuple[str, ...] = tuple(name for group in GROUPS for name in group.names)
 
 
-def _usable(raw: float, wide: bool = False) -> float:
+def usable(raw: float, wide: bool = False) -> float:
     if isinstance(raw, float) and not math.isfinite(raw):
-        raise _NoValueError(Why.NOT_A_NUMBER, f"it gave {raw}")
+        raise NoValueError(Why.NOT_A_NUMBER, f"it gave {raw}")
     if is_blank(raw, wide):
-        raise _NoValueError(Why.SENTINEL, f"it gave {raw:.0f}, the filler for no data")
+        raise NoValueError(Why.SENTINEL, f"it gave {raw:.0f}, the filler for no data")
     return raw
 
 
-def _bounded(group: _Group, values: tuple[float, ...]) -> tuple[float, ...]:
+def _bounded(group: Group, values: tuple[float, ...]) -> tuple[float, ...]:
     for value in values:
-        _usable(value, group.wide)
+        usable(value, group.wide)
         if not group.low <= value <= group.high:
-            raise _NoValueError(Why.OUT_OF_RANGE, f"it gave {value:g}, outside {group.low:g} to {group.high:g}")
+            raise NoValueError(Why.OUT_OF_RANGE, f"it gave {value:g}, outside {group.low:g} to {group.high:g}")
     return values
 
 
@@ -300,6 +301,7 @@ class Gpu:
     lost: str | None = None
     pids: tuple[int, ...] = ()  # of processes that compute on it
     ask_pids_at: float = 0.0  # monotonic
+    had: set[str] = field(default_factory=set)  # of the state: names that were told once
 
     @property
     def label(self) -> str:
@@ -311,12 +313,15 @@ class Gpu:
         return GpuFacts(self.uuid, self.index, self.name, self.bdf, self.limit_c, found, self.pids)
 
 
-def poll_gpu(call: Call, gpu: Gpu, now: float, readings: list[Sample | Gap]) -> list[Gap]:
+def poll_gpu(
+    call: Call, gpu: Gpu, now: float, readings: list[Sample | Gap], state: Iterable[Group] = ()
+) -> list[Gap]:
     """Append what one GPU gives to `readings`, one by one, so that a hang keeps what was had; returns its Gaps.
 
-    Raises pynvml.NVMLError where NVML itself must be started anew (`STALE`).
+    Of `state` what a card does not tell is left out, and a Gap is given only for what it told before; those Gaps are
+    not among the returned ones. Raises pynvml.NVMLError where NVML itself must be started anew (`STALE`).
     """
-    reader = _Reader(call, gpu)
+    reader = Reader(call, gpu)
     gaps: list[Gap] = []
     try:
         if gpu.lost is None:
@@ -341,20 +346,39 @@ def poll_gpu(call: Call, gpu: Gpu, now: float, readings: list[Sample | Gap]) -> 
             reader.got[name] = float(value)
             readings.append(Sample(name, gpu.uuid, float(value), now))
     gpu.limit_c = reader.got.get("limit_c", gpu.limit_c)
+    _poll_state(reader, gpu, now, readings, state)
     return gaps
 
 
-def _read_group(reader: _Reader, gpu: Gpu, group: _Group, now: float) -> tuple[float, ...] | Gap:
+def _poll_state(
+    reader: Reader, gpu: Gpu, now: float, readings: list[Sample | Gap], state: Iterable[Group]
+) -> None:
+    for group in state:
+        outcome: tuple[float, ...] | Gap = (
+            Gap(group.names[0], gpu.uuid, Why.LOST, gpu.lost, now)
+            if gpu.lost is not None
+            else _read_group(reader, gpu, group, now)
+        )
+        if isinstance(outcome, Gap):
+            if outcome.code is not Why.NOT_SUPPORTED:
+                known = [name for name in group.names if name in gpu.had]
+                readings.extend(gaps_of(gpu.uuid, known, outcome.code, outcome.why, now))
+            continue
+        gpu.had.update(group.names)
+        readings.extend(Sample(name, gpu.uuid, float(v), now) for name, v in zip(group.names, outcome, strict=True))
+
+
+def _read_group(reader: Reader, gpu: Gpu, group: Group, now: float) -> tuple[float, ...] | Gap:
     for way in group.ways:
         if way.how in gpu.unsupported:
             continue
         code, why = Why.ERROR, ""
         try:
             values = _bounded(group, way.read(reader))
-        except _UnsupportedError:
+        except UnsupportedError:
             gpu.unsupported.add(way.how)
             continue
-        except _NoValueError as error:
+        except NoValueError as error:
             code, why = error.code, str(error)
         except pynvml.NVMLError as error:
             if error.value in STALE:
@@ -375,7 +399,7 @@ def _read_group(reader: _Reader, gpu: Gpu, group: _Group, now: float) -> tuple[f
     return Gap(group.names[0], gpu.uuid, Why.NOT_SUPPORTED, f"this card or driver does not tell it ({tried})", now)
 
 
-def _fetch_fields(reader: _Reader, gpu: Gpu) -> None:
+def _fetch_fields(reader: Reader, gpu: Gpu) -> None:
     """All fields in one call; one by one where a card refuses them together. Raises for a GPU that is lost."""
     if not gpu.live_fields:
         return

@@ -35,6 +35,9 @@ class View(Protocol):
     def check(self) -> dict[str, Any]:
         """The contract's `check`: verdict, node, signals; each signal also has severity, evidence and text."""
 
+    def gpus(self) -> dict[str, Any]:
+        """A verdict on each GPU: {"verdict", "node", "why", "gpus": […], "node_findings": […]}."""
+
     def alerts(self, include_resolved: bool) -> list[dict[str, Any]]:
         """The contract's `alerts`, newest first."""
 
@@ -44,7 +47,7 @@ class View(Protocol):
         A target: {"target", "url", "kind", "model", "build", "engines": [...], "error": text or null, "found": [...]};
         a router the same; a GPU: {"uuid", "index", "name", "bdf", "found": [...]}; an item of "found" is a `Found` as a
         dict, with "required": true where a Gap of it makes its subject blind; a source: {"name", "age_s", "took_s",
-        "error"}.
+        "error", "note"}.
         """
 
     def healthz(self) -> tuple[bool, dict[str, Any]]:
@@ -217,6 +220,10 @@ def _check(request: Request) -> Reply:
     return _json(request.view.check())
 
 
+def _gpus(request: Request) -> Reply:
+    return _json(request.view.gpus())
+
+
 def _alerts(request: Request) -> Reply:
     return _json(request.view.alerts(request.query.get("resolved", "1") != "0"))
 
@@ -320,6 +327,7 @@ PUBLIC: Routes = {
 PRIVATE: Routes = {
     **PUBLIC,
     "/check": {"GET": _check},
+    "/gpus": {"GET": _gpus},
     "/alerts": {"GET": _alerts},
     "/doctor": {"GET": _doctor},
     "/signals": {"GET": _signals},

@@ -6,7 +6,7 @@ Everything is read at scrape time into a registry of our own; nothing is counted
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -23,6 +23,7 @@ SUFFIXES: Mapping[str, str] = {
     "kelvin": "_kelvin",
     "bytes": "_bytes",
     "count": "",
+    "per second": "_per_second",
     "of limit": "",
 }
 # Which label says what a subject is, beside `subject`: as in the alerts' own labels.
@@ -42,6 +43,7 @@ class Measured(Protocol):
     """The part of agent.web.app.View that is shown as metrics."""
 
     def signals(self) -> list[Signal]: ...
+    def gpus(self) -> dict[str, Any]: ...
     def book(self) -> Book: ...
     def tick_at(self) -> float | None: ...
     def source_stats(self) -> Iterable[SourceStat]: ...
@@ -107,6 +109,21 @@ def _alert_family(book: Book) -> Metric:
     return family
 
 
+def _gpu_families(report: Mapping[str, Any]) -> Iterator[Metric]:
+    verdict = GaugeMetricFamily(
+        "tocsin_gpu_verdict", "1 for the verdict on a GPU as it is now", labels=["subject", "gpu", "verdict"]
+    )
+    finding = GaugeMetricFamily(
+        "tocsin_gpu_finding", "1 for each thing that speaks against a GPU", labels=["subject", "gpu", "code"]
+    )
+    for gpu in report["gpus"]:
+        verdict.add_metric([gpu["subject"], gpu["subject"], gpu["verdict"]], 1.0)
+        for code in dict.fromkeys(found["code"] for found in gpu["findings"]):
+            finding.add_metric([gpu["subject"], gpu["subject"], code], 1.0)
+    yield verdict
+    yield finding
+
+
 def _own_families(view: Measured) -> Iterator[Metric]:
     took = GaugeMetricFamily("tocsin_source_duration_seconds", "Time the last read of a source took", labels=["source"])
     errors = CounterMetricFamily("tocsin_source_errors", "Reads of a source that failed as a whole", labels=["source"])
@@ -140,6 +157,7 @@ class AgentCollector(Collector):
         yield from _signal_families(signals, self._catalogue)
         yield from _gap_families(signals, self._clock())
         yield _alert_family(self._view.book())
+        yield from _gpu_families(self._view.gpus())
         yield from _own_families(self._view)
 
 

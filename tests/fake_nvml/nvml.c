@@ -485,10 +485,6 @@ API int nvmlDeviceGetMinorNumber(Device *device, unsigned *out) {
     return one_u32("nvmlDeviceGetMinorNumber", device, "minor", 1, out);
 }
 
-API int nvmlDeviceGetPersistenceMode(Device *device, unsigned *out) {
-    return one_u32("nvmlDeviceGetPersistenceMode", device, "persistence", 1, out);
-}
-
 static int one_u64(const char *function, Device *device, const char *key, uint64_t *out) {
     Call call;
     Number value;
@@ -614,13 +610,26 @@ static const struct {
     double scale;
     unsigned type;
 } FIELDS[] = {
+    {3, "ecc_corrected", 1, UNSIGNED_LONG_LONG},
+    {4, "ecc_uncorrected", 1, UNSIGNED_LONG_LONG},
+    {5, "ecc_corrected_ever", 1, UNSIGNED_LONG_LONG},
+    {6, "ecc_uncorrected_ever", 1, UNSIGNED_LONG_LONG},
+    {29, "retired_corrected", 1, UNSIGNED_LONG_LONG},
+    {30, "retired_uncorrected", 1, UNSIGNED_LONG_LONG},
+    {31, "retired_pending", 1, UNSIGNED_LONG_LONG},
+    {38, "nvlink_crc_flit", 1, UNSIGNED_LONG_LONG},
+    {45, "nvlink_crc_data", 1, UNSIGNED_LONG_LONG},
+    {52, "nvlink_replays", 1, UNSIGNED_LONG_LONG},
+    {59, "nvlink_recoveries", 1, UNSIGNED_LONG_LONG},
     {74, "power_ns", 1, UNSIGNED_LONG_LONG},
     {75, "thermal_ns", 1, UNSIGNED_LONG_LONG},
     {82, "memory_temperature", 1, UNSIGNED_INT},
+    {94, "pcie_replays", 1, UNSIGNED_INT},
     {185, "power_w", 1000, UNSIGNED_INT},
     {186, "power_w", 1000, UNSIGNED_INT},
     {190, "power_limit_w", 1000, UNSIGNED_INT},
     {194, "slowdown_tlimit", 1, SIGNED_INT},
+    {230, "recovery_action", 1, UNSIGNED_INT},
 };
 
 static unsigned type_of(const Number *n, const Json *told) {
@@ -670,5 +679,192 @@ API int nvmlDeviceGetFieldValues(Device *device, int count, FieldValue *values) 
     const Json *alone = find(&call, NULL, "fields_one_by_one");
     if (code == SUCCESS && count > 1 && alone != NULL && alone->number != 0) code = INVALID_ARGUMENT;
     for (int i = 0; code == SUCCESS && i < count; i++) answer_field(&call, &values[i]);
+    return leave(code);
+}
+
+/* --- the state of the hardware --------------------------------------------------------------------------------- */
+
+API int nvmlDeviceGetRemappedRows(Device *device, unsigned *corrected, unsigned *uncorrected, unsigned *pending,
+                                  unsigned *failed) {
+    static const char *const keys[] = {"correctable", "uncorrectable", "pending", "failure"};
+    unsigned *out[] = {corrected, uncorrected, pending, failed};
+    Call call;
+    Number value;
+    int code = enter_device(&call, "nvmlDeviceGetRemappedRows", device);
+    for (size_t i = 0; code == SUCCESS && i < 4; i++) {
+        if (out[i] == NULL) code = INVALID_ARGUMENT;
+        else if (!number_of(find(&call, "remapped", keys[i]), call.at_s, &value)) code = NOT_SUPPORTED;
+        else *out[i] = (unsigned)as_u64(&value);
+    }
+    return leave(code);
+}
+
+typedef struct {
+    unsigned max, high, partial, low, none;
+} Histogram;
+
+API int nvmlDeviceGetRowRemapperHistogram(Device *device, Histogram *out) {
+    Call call;
+    Number value;
+    int code = enter_device(&call, "nvmlDeviceGetRowRemapperHistogram", device);
+    if (code == SUCCESS && out == NULL) code = INVALID_ARGUMENT;
+    if (code == SUCCESS && !number_of(find(&call, "remapped", "exhausted"), call.at_s, &value)) code = NOT_SUPPORTED;
+    if (code == SUCCESS) *out = (Histogram){.max = 640 - (unsigned)as_u64(&value), .none = (unsigned)as_u64(&value)};
+    return leave(code);
+}
+
+/* "nvlinks": a bit mask of the links that are up; "nvlink_count": how many there are (18). */
+API int nvmlDeviceGetNvLinkState(Device *device, unsigned link, unsigned *out) {
+    Call call;
+    Number mask, count;
+    int code = enter_device(&call, "nvmlDeviceGetNvLinkState", device);
+    if (code == SUCCESS) code = out == NULL ? INVALID_ARGUMENT : value_of(&call, "nvlinks", &mask);
+    if (code == SUCCESS && link >= (value_of(&call, "nvlink_count", &count) == SUCCESS ? as_u64(&count) : 18))
+        code = INVALID_ARGUMENT;
+    if (code == SUCCESS) *out = (unsigned)(as_u64(&mask) >> link & 1);
+    return leave(code);
+}
+
+API int nvmlDeviceGetCurrPcieLinkGeneration(Device *device, unsigned *out) {
+    return one_u32("nvmlDeviceGetCurrPcieLinkGeneration", device, "pcie_gen", 1, out);
+}
+
+API int nvmlDeviceGetMaxPcieLinkGeneration(Device *device, unsigned *out) {
+    return one_u32("nvmlDeviceGetMaxPcieLinkGeneration", device, "pcie_gen_max", 1, out);
+}
+
+API int nvmlDeviceGetCurrPcieLinkWidth(Device *device, unsigned *out) {
+    return one_u32("nvmlDeviceGetCurrPcieLinkWidth", device, "pcie_width", 1, out);
+}
+
+API int nvmlDeviceGetMaxPcieLinkWidth(Device *device, unsigned *out) {
+    return one_u32("nvmlDeviceGetMaxPcieLinkWidth", device, "pcie_width_max", 1, out);
+}
+
+API int nvmlDeviceGetPersistenceMode(Device *device, unsigned *out) {
+    return one_u32("nvmlDeviceGetPersistenceMode", device, "persistence", 1, out);
+}
+
+API int nvmlDeviceGetTotalEnergyConsumption(Device *device, uint64_t *out) {
+    return one_u64("nvmlDeviceGetTotalEnergyConsumption", device, "energy_mj", out);
+}
+
+API int nvmlDeviceGetMigMode(Device *device, unsigned *current, unsigned *pending) {
+    if (current == NULL || pending == NULL) return INVALID_ARGUMENT;
+    int code = one_u32("nvmlDeviceGetMigMode", device, "mig", 1, current);
+    *pending = *current;
+    return code;
+}
+
+typedef struct {
+    unsigned char cluster[16];
+    unsigned status, clique;
+    unsigned char state;
+} FabricInfo;
+
+API int nvmlDeviceGetGpuFabricInfo(Device *device, FabricInfo *out) {
+    Call call;
+    Number state, status;
+    int code = enter_device(&call, "nvmlDeviceGetGpuFabricInfo", device);
+    if (code == SUCCESS) code = out == NULL ? INVALID_ARGUMENT : value_of(&call, "fabric_state", &state);
+    if (code != SUCCESS) return leave(code);
+    memset(out, 0, sizeof *out);
+    out->state = (unsigned char)as_u64(&state);
+    if (value_of(&call, "fabric_status", &status) == SUCCESS) out->status = (unsigned)as_u64(&status);
+    return leave(SUCCESS);
+}
+
+/* --- events ---------------------------------------------------------------------------------------------------- */
+
+enum { TIMEOUT = 10, SET_LIMIT = 8 };
+
+typedef struct {
+    int used;
+    unsigned long long registered[GPU_LIMIT]; /* by device */
+    unsigned given[GPU_LIMIT];                /* how many of a GPU's "xids" were handed out, by its index */
+    unsigned generation;
+} EventSet;
+
+static EventSet sets[SET_LIMIT];
+
+typedef struct {
+    Device *device;
+    unsigned long long type, data;
+    unsigned instance, compute_instance;
+} EventData;
+
+API int nvmlEventSetCreate(EventSet **out) {
+    Call call;
+    int code = enter(&call, "nvmlEventSetCreate");
+    if (code == SUCCESS && init_count == 0) code = UNINITIALIZED;
+    for (size_t i = 0; code == SUCCESS && i < SET_LIMIT; i++) {
+        if (sets[i].used) continue;
+        sets[i] = (EventSet){.used = 1, .generation = generation};
+        *out = &sets[i];
+        return leave(SUCCESS);
+    }
+    return leave(code == SUCCESS ? UNKNOWN : code);
+}
+
+API int nvmlEventSetFree(EventSet *set) {
+    Call call;
+    int code = enter(&call, "nvmlEventSetFree");
+    if (set != NULL) set->used = 0;
+    return leave(code);
+}
+
+API int nvmlDeviceGetSupportedEventTypes(Device *device, uint64_t *out) {
+    return one_u64("nvmlDeviceGetSupportedEventTypes", device, "event_types", out);
+}
+
+API int nvmlDeviceRegisterEvents(Device *device, unsigned long long types, EventSet *set) {
+    Call call;
+    Number supported;
+    int code = enter_device(&call, "nvmlDeviceRegisterEvents", device);
+    if (code == SUCCESS) code = value_of(&call, "event_types", &supported);
+    if (code == SUCCESS && (set == NULL || !set->used)) code = INVALID_ARGUMENT;
+    if (code == SUCCESS) set->registered[device - devices] |= types;
+    return leave(code);
+}
+
+/* "xids": [[seconds, number, GPU instance], ...] of a GPU: handed out once each, when their second has come. */
+static int next_event(EventSet *set, EventData *out) {
+    if (set->generation != generation) {
+        memset(set->given, 0, sizeof set->given);
+        set->generation = generation;
+    }
+    double at_s = clock_s(CLOCK_REALTIME) - started_at;
+    for (unsigned i = 0; i < GPU_LIMIT && gpu_at(i) != NULL; i++) {
+        const Json *xid = json_get(gpu_at(i), "xids");
+        xid = xid != NULL ? xid->child : NULL;
+        for (unsigned skip = set->given[i]; xid != NULL && skip > 0; skip--) xid = xid->next;
+        if (xid == NULL || xid->child == NULL || xid->child->next == NULL || xid->child->number > at_s) continue;
+        for (size_t d = 0; d < GPU_LIMIT; d++) {
+            if (index_of(&devices[d]) != (int)i || devices[d].uuid[0] == 0 || !(set->registered[d] & 8)) continue;
+            const Json *instance = xid->child->next->next;
+            set->given[i]++;
+            *out = (EventData){&devices[d], 8, xid->child->next->magnitude,
+                               instance != NULL ? (unsigned)instance->magnitude : 0xFFFFFFFFu, 0xFFFFFFFFu};
+            return SUCCESS;
+        }
+    }
+    return TIMEOUT;
+}
+
+API int nvmlEventSetWait_v2(EventSet *set, EventData *out, unsigned timeout_ms) {
+    Call call;
+    double until = clock_s(CLOCK_MONOTONIC) + timeout_ms / 1000.0;
+    int code = enter(&call, "nvmlEventSetWait_v2");
+    while (code == SUCCESS) {
+        if (init_count == 0 || set == NULL || !set->used) code = UNINITIALIZED;
+        else if (next_event(set, out) == SUCCESS) return leave(SUCCESS);
+        else if (clock_s(CLOCK_MONOTONIC) >= until) code = TIMEOUT;
+        else {
+            pthread_mutex_unlock(&lock);
+            nanosleep(&(struct timespec){0, 5000000}, NULL);
+            pthread_mutex_lock(&lock);
+            reload();
+        }
+    }
     return leave(code);
 }

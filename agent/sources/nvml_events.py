@@ -1,0 +1,135 @@
+"""Xids by NVML's events: told at once, also where the kernel log cannot be read; lost while nobody waits for them.
+
+The handles are NvmlSource's: its worker registers them and lets go of them; a thread here waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pynvml
+
+from agent.model import Batch, Event, Gap, Sample, Why
+from agent.sources.nvml_values import UNSUPPORTED, Gpu
+
+WAIT_MS = 500
+STOP_S = 2.0  # how long the end of a wait is awaited
+MOST = 1024  # events that were not handed over yet
+NO_INSTANCE = 0xFFFFFFFF
+OPEN, SUBJECT = "nvml_events_open", "nvml"
+
+Call = Callable[..., Any]
+
+
+def address(handle: Any) -> int | None:
+    """What tells one handle from another."""
+    return ctypes.cast(handle, ctypes.c_void_p).value
+
+
+class XidEvents:
+    """NVML's Xid events as a Source: the sample nvml_events_open while at least one GPU is registered."""
+
+    name = "nvml_events"
+
+    def __init__(self) -> None:
+        self.note = "not read yet"
+        self._wake: Callable[[], object] = lambda: None
+        self._lock = threading.Lock()
+        self._events: list[Event] = []
+        self._at: tuple[float, float] = (0.0, time.monotonic())
+        self._set: Any = None
+        self._places: dict[int | None, str] = {}  # a handle's address -> its PCI address
+        self._refused: set[str] = set()  # UUIDs
+        self._thread: threading.Thread | None = None
+        self._ending = threading.Event()
+
+    # --- the loop's side --------------------------------------------------------------------------------------------
+
+    def wake_with(self, wake: Callable[[], object]) -> None:
+        """`wake` is called from a thread of ours when an event has come."""
+        self._wake = wake
+
+    def read(self, now: float) -> Batch:
+        """Hand over what has come since the last read. Never blocks."""
+        began = time.monotonic()
+        self._at = (now, began)
+        with self._lock:
+            events, self._events = tuple(self._events), []
+        reading: Sample | Gap = Sample(OPEN, SUBJECT, 1.0, now)
+        if self._set is None or not self._places:
+            self.note = "no GPU is registered for Xid events"
+            reading = Gap(OPEN, SUBJECT, Why.NOT_SUPPORTED, self.note, now)
+        else:
+            self.note = f"Xid events of {len(self._places)} GPU(s)"
+        return Batch(self.name, now, time.monotonic() - began, (reading,), events=events)
+
+    def close(self) -> None:
+        """End the wait; the set is freed by who registered it."""
+        self._ending.set()
+
+    # --- the side of NvmlSource's worker ----------------------------------------------------------------------------
+
+    def register(self, call: Call, gpus: Iterable[Gpu]) -> None:
+        """Have NVML tell the Xids of these GPUs, those that are not registered yet."""
+        for gpu in gpus:
+            place = address(gpu.handle)
+            if place in self._places or gpu.uuid in self._refused or gpu.lost is not None:
+                continue
+            try:
+                if self._set is None:
+                    self._set = call("nvmlEventSetCreate", "")
+                kinds = pynvml.nvmlEventTypeXidCriticalError
+                call("nvmlDeviceRegisterEvents", gpu.label, gpu.handle, kinds, self._set)
+            except pynvml.NVMLError as error:
+                if error.value in UNSUPPORTED:
+                    self._refused.add(gpu.uuid)
+                continue
+            self._places[place] = gpu.bdf
+        if self._places and self._thread is None:
+            self._ending.clear()
+            self._thread = threading.Thread(target=self._wait, args=(self._set,), name="nvml events", daemon=True)
+            self._thread.start()
+
+    def stop(self, call: Call) -> None:
+        """Let go of the handles, before NVML is shut down."""
+        self._ending.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(STOP_S)
+        known, self._set = self._set, None
+        self._places, self._refused = {}, set()
+        if known is not None and (thread is None or not thread.is_alive()):
+            try:
+                call("nvmlEventSetFree", "", known)
+            except pynvml.NVMLError:
+                return  # it goes with NVML
+
+    # --- the thread's side ------------------------------------------------------------------------------------------
+
+    def _wait(self, event_set: Any) -> None:
+        while not self._ending.is_set():
+            try:
+                data = pynvml.nvmlEventSetWait_v2(event_set, WAIT_MS)
+            except pynvml.NVMLError as error:
+                if error.value == pynvml.NVML_ERROR_UNINITIALIZED:
+                    return
+                if error.value != pynvml.NVML_ERROR_TIMEOUT:  # a GPU that is lost, a driver that goes
+                    self._ending.wait(1.0)
+                continue
+            self._take(data)
+
+    def _take(self, data: Any) -> None:
+        place = self._places.get(address(data.device), "")
+        if data.eventType != pynvml.nvmlEventTypeXidCriticalError or not place:
+            return
+        now, mono = self._at
+        at = now + time.monotonic() - mono
+        detail = {} if data.gpuInstanceId == NO_INSTANCE else {"instance": int(data.gpuInstanceId)}
+        with self._lock:
+            if len(self._events) < MOST:
+                self._events.append(Event("xid", place, int(data.eventData), at, at, origin="nvml", detail=detail))
+        self._wake()

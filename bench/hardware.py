@@ -1,0 +1,98 @@
+"""What watching the hardware costs, and how soon an Xid is an alert: `tocsin run` on 8 GPUs x 18 NVLinks.
+
+    python -m bench.hardware [--seconds 60] [--lines 20]      (from the repository's root: it builds tests' stand-in)
+
+The GPUs are the C stand-in's, which answers every call; the driver's own time is not in the numbers. Lines are written
+to a file that stands for the kernel log, each a moment after the last; the latency is from the write to the alert on
+the agent's socket, asked every 5 ms. Prints `name value unit goal ok|short`; exits 1 when short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.cost import cpu_s, peak_mib
+from tests.agent_process import AgentProcess
+from tests.fake_nvml.build import build
+from tests.fake_nvml.reader import write_scenario
+from tests.hardware.stories import gpus
+
+GOAL_CPU_PERCENT = 1.0  # of a core
+GOAL_MEMORY_MIB = 64.0
+GOAL_ALERT_S = 1.0
+WARM_UP_S = 20.0
+STORM_LINES = 800_000
+PAGES = (46, 62, 79, 95, 109, 110, 119, 120, 140, 143)
+
+
+def latency_s(agent: AgentProcess, log: Path, n: int) -> float:
+    """From the write of one line to the alert that counts it."""
+    gpu, number = n % 8, PAGES[n // 8 % len(PAGES)]
+    code = f"xid.{number}"
+
+    def told() -> bool:
+        found = next(g for g in agent.ask("/gpus")["gpus"] if g["index"] == gpu)["findings"]
+        return any(f["code"] == code for f in found)
+
+    began = time.monotonic()
+    with log.open("a") as out:
+        out.write(f"3,{n},1,-;NVRM: Xid (PCI:0000:{0x1b + gpu:02x}:00): {number}, pid=1, name=a, x\n")
+    while not told():
+        time.sleep(0.005)
+    return time.monotonic() - began
+
+
+def storm_s(agent: AgentProcess, log: Path) -> float:
+    """Until 800,000 equal lines are counted."""
+    line = "3,1,1,-;NVRM: Xid (PCI:0000:1b:00): 74, pid=1, name=a, NVLink: fatal error detected on link 1(0x0)\n"
+    with log.open("a") as out:
+        for _ in range(STORM_LINES // 10_000):
+            out.write(line * 10_000)
+    began = time.monotonic()
+    while not any(a["rule"] == "xid-link" and a["value"] >= STORM_LINES for a in agent.ask("/alerts?resolved=0")):
+        time.sleep(0.2)
+    return time.monotonic() - began
+
+
+def main() -> int:
+    """Measure, print, and say whether the goals are met."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to measure the cost (60)")
+    parser.add_argument("--lines", type=int, default=20, help="how many Xids (20)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        log, scenario = folder / "kmsg", folder / "scenario.json"
+        log.touch()
+        write_scenario(scenario, gpus(8))
+        config = {"node": "bench", "poll": "5s", "discover": False, "kernel_log": str(log)}
+        env = {"LD_LIBRARY_PATH": str(build()), "TOCSIN_FAKE_NVML": str(scenario)}
+        with AgentProcess(folder / "agent", config, env) as agent:
+            time.sleep(WARM_UP_S)
+            before = cpu_s(agent.pid())
+            time.sleep(args.seconds)
+            cpu = 100 * (cpu_s(agent.pid()) - before) / args.seconds
+            waits = [latency_s(agent, log, n) for n in range(args.lines)]
+            before_mib = peak_mib(agent.pid())
+            storm = storm_s(agent, log)
+            after_mib = peak_mib(agent.pid())
+    rows = (("hardware_cpu", cpu, "percent_of_a_core", GOAL_CPU_PERCENT),
+            ("hardware_memory", before_mib, "MiB", GOAL_MEMORY_MIB),
+            ("xid_alert_median", statistics.median(waits), "s", GOAL_ALERT_S),
+            ("xid_alert_worst", max(waits), "s", GOAL_ALERT_S),
+            ("storm_memory", after_mib, "MiB", GOAL_MEMORY_MIB))
+    short = False
+    for what, value, unit, goal in rows:
+        short = short or value > goal
+        print(f"{what} {value:.3g} {unit} <={goal:g} {'ok' if value <= goal else 'short'}")
+    print(f"storm_of_800000_lines {storm:.3g} s - ok")
+    return int(short)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,462 @@
+"""Eight GPUs through the real pynvml and the C stand-in: each fault fires its alert, with its action, and clears."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.config import Config, GpusConfig, without_function
+from agent.daemon import setup_of
+from agent.hardware.lines import line_of
+from agent.model import Batch, Event, Sample, Slo
+from agent.node import Learned, Node, Setup
+from agent.sources.kernel_log import told_by
+from agent.sources.nvml_state import STATE
+from rules import RulesConfig, XidOverride, severity_of
+from tests.fake_nvml.reader import Reader
+from tests.hardware.cases import cases
+from tests.hardware.stories import H100, POLL_S, T0, Story, gpus
+from tests.needs import need
+from tests.scenes import built_in
+
+Tell = Callable[..., Story]
+NO_FAULT = 1e9
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Reader]:
+    """One child with the stand-in for the whole file."""
+    need("gcc", "make")
+    reader = Reader()
+    yield reader
+    reader.end()
+
+
+@pytest.fixture
+def tell(shared: Reader, tmp_path: Path) -> Iterator[Tell]:
+    """Begin a story; when the test ends, whatever hangs in it returns."""
+
+    def begin(scenario: Mapping[str, Any], deadline_s: float = 5.0, **more: Any) -> Story:
+        shared.begin(scenario, tmp_path, deadline_s)
+        return Story(shared, **more)
+
+    yield begin
+    shared.play({"gpus": []})
+
+
+def xid(number: int, at_s: float, device: str = "0000:1d:00", text: str = "x", instance: str = "") -> Event:
+    """A line of the kernel log."""
+    line = line_of(f"NVRM: Xid (PCI:{device}{instance}): {number}, {text}")
+    assert line is not None
+    return Event("xid", device, number, T0 + at_s, T0 + at_s, detail=told_by(line))
+
+
+def actions(story: Story, rule: str) -> set[str]:
+    """What the alerts of a rule asked for when they fired."""
+    return {t.alert.annotations["action"] for t in story.seen if t.kind == "firing" and t.alert.rule == rule}
+
+
+# --- a healthy node --------------------------------------------------------------------------------------------------
+
+
+def test_every_state_of_an_h100(tell: Tell) -> None:
+    """Each number of the state arrives under its name; none is missing where the card tells it."""
+    story = tell(gpus())
+    batch = story.reader.read(T0).batch
+    mine = {r.name: r.value for r in batch.readings if r.subject.endswith("2") and isinstance(r, Sample)}
+
+    assert set(mine) >= {name for group in STATE for name in group.names}
+    assert (mine["gpu_nvlink_up"], mine["gpu_nvlink_count"], mine["gpu_pcie_gen"]) == (0x3FFFF, 18, 5)
+    assert (mine["gpu_ecc_corrected"], mine["gpu_ecc_uncorrected_ever"], mine["gpu_fabric"]) == (3, 1, 3)
+
+
+def test_a_healthy_node_is_quiet(tell: Tell) -> None:
+    """Eight healthy GPUs for a quarter of an hour: no alert, eight times HEALTHY."""
+    story = tell(gpus(8))
+
+    assert story.run(900) == []
+    report = story.node.gpus_report()
+    assert {g["verdict"] for g in report["gpus"]} == {"HEALTHY"}
+    assert report["verdict"] == "healthy"
+    assert not [u for g in report["gpus"] for u in g["unchecked"] if u["state"] == "UNKNOWN"]
+
+
+def test_a_card_that_tells_little_is_not_at_fault(tell: Tell) -> None:
+    """A PCIe card of an old driver: no NVLink, no fabric, no recovery action. That is N/A, and not down."""
+    few = {key: H100[key] for key in ("temperature", "utilization", "memory", "sm_clock", "sm_clock_max", "throttle")}
+    story = tell({"gpus": [few]})
+
+    assert story.run(900) == []
+    assert story.verdict(0)["verdict"] == "HEALTHY"
+    unchecked = {u["code"]: u["state"] for u in story.verdict(0)["unchecked"]}
+    assert {"nvlink.down", "fabric.state", "recovery", "remap.failed", "ecc.rate"} <= set(unchecked)
+    assert set(unchecked.values()) == {"N/A"}
+
+
+# --- the faults ------------------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_falls_off_the_bus_and_comes_back(tell: Tell) -> None:
+    """GPU lost, with its Xid 79: one GPU's alerts, seven go on; after the reset all clear, whatever its index."""
+    story = tell(gpus(8, gpu3={"uuid": "GPU-cc"}))
+    assert story.run(60) == []
+    story.reader.play(gpus(8, gpu3={"uuid": "GPU-cc", "lost": True}))
+    fired = story.run(60, xid(79, story.at_s, "0000:1e:00", text="pid=12, name=python3, GPU has fallen off the bus."))
+
+    assert {rule for state, rule in fired} == {"xid-gpu", "gpu-lost", "gpu-count"}
+    assert actions(story, "xid-gpu") == {"drain the node and reboot it"}
+    assert story.verdict(3)["verdict"] == "DRAIN"
+    assert {f["code"] for f in story.verdict(3)["findings"]} == {"xid.79", "gpu.lost"}
+    assert {story.verdict(i)["verdict"] for i in range(8) if i != 3} == {"HEALTHY"}
+    steps = [b - a for uuid, times in story.read_at.items() if uuid != "GPU-cc" for a, b in pairwise(times)]
+    assert max(steps) <= 2 * POLL_S
+
+    moved = gpus(8, gpu0={"uuid": "GPU-cc", "pci": "0000:1e:00.0"}, gpu3={"pci": "0000:1b:00.0", "uuid": "GPU-dd"})
+    story.reader.play(moved)
+    ended = story.run(360)
+    assert {rule for state, rule in ended if state == "resolved"} >= {"xid-gpu", "gpu-lost"}
+    assert story.verdict(0)["subject"] == "GPU-cc"
+    assert story.verdict(0)["verdict"] == "HEALTHY"
+
+
+def test_an_ecc_burst(tell: Tell) -> None:
+    """A card that corrects 17,657 errors a second was called healthy, since nobody looked at the rate."""
+    story = tell(gpus(), poll_s=30.0)
+    story.run(300)
+    fired = []
+    for n in range(25):
+        story.reader.play(gpus(gpu2={"ecc_corrected": 3 + 500_000 * (n + 1), "ecc_uncorrected": int(n > 10)}))
+        fired += story.run(30)
+    assert {rule for _, rule in fired} == {"gpu-ecc-rate", "gpu-ecc-uncorrected"}
+    assert story.verdict(2)["code"] in ("ecc.rate", "ecc.uncorrected")
+    assert story.verdict(2)["verdict"] == "WATCH"
+    ended = story.run(4200)
+    assert set(ended) == {("resolved", "gpu-ecc-rate"), ("resolved", "gpu-ecc-uncorrected")}
+
+
+def test_c049_rows_and_errors(tell: Tell) -> None:
+    """a: a row waits, a ticket for a reset. b: an uncorrected error, a ticket. c: remapping failed, a page: replace."""
+    of = cases()["C049"]["input"]
+    assert [of[name]["pending"] for name in "abc"] == [True, False, False]
+    story = tell(gpus(), poll_s=30.0)
+    story.run(30)
+    rows = {"correctable": 0, "uncorrectable": 4, "pending": 1, "failure": 0, "exhausted": 0}
+    story.reader.play(gpus(gpu0={"remapped": rows}, gpu1={"ecc_uncorrected": 1},
+                           gpu2={"remapped": {**rows, "pending": 0, "failure": 1}}))
+    fired = story.run(30)
+
+    assert set(fired) == {("firing", "gpu-remap-pending"), ("firing", "gpu-ecc-uncorrected"),
+                          ("firing", "gpu-remap-failed")}
+    assert [story.verdict(i)["verdict"] for i in range(3)] == ["WATCH", "WATCH", "REPLACE"]
+    assert story.pages() == {"gpu-remap-failed"}
+    assert "Reset the GPU" in next(iter(actions(story, "gpu-remap-pending")))
+
+    reloaded = {"energy_mj": 10, "ecc_corrected": 0, "ecc_uncorrected": 0}
+    failed = {**rows, "pending": 0, "failure": 1}
+    story.reader.play(gpus(gpu0=reloaded, gpu1=reloaded, gpu2={**reloaded, "remapped": failed}))
+    ended = story.run(4200)
+    assert set(ended) == {("resolved", "gpu-remap-pending"), ("resolved", "gpu-ecc-uncorrected")}
+    assert story.pages() == {"gpu-remap-failed"}  # no all-clear for what is broken
+
+
+def test_power_brake_for_seven_of_ten_minutes(tell: Tell) -> None:
+    """The brake held for 36 h on nine nodes and nobody was told; the software power cap was told on 69 % of nodes."""
+    capped = gpus(3, **{f"gpu{i}": {"throttle": 0x4} for i in range(3)})
+    story = tell(capped)
+    assert story.run(700) == []
+    story.reader.play(gpus(gpu1={"throttle": 0x80 | 0x4}))
+    assert story.run(345) == []
+    assert story.run(75) == [("firing", "gpu-power-brake")]
+    assert story.verdict(1)["code"] == "throttle.power_brake"
+    assert "power brake" in story.verdict(1)["text"]
+    story.reader.play(capped)
+    assert story.run(600) == [("resolved", "gpu-power-brake")]
+
+
+def test_thermal_slowdown_that_comes_and_goes(tell: Tell) -> None:
+    """On for 30 s and off for 15: no spell is long enough for gpu-thermal-limit, and the clock is cut all the same."""
+    story = tell(gpus())
+    story.run(600)
+    fired = []
+    for _ in range(20):
+        story.reader.play(gpus(gpu1={"throttle": 0x40}))
+        fired += story.run(30)
+        story.reader.play(gpus())
+        fired += story.run(15)
+    assert ("firing", "gpu-thermal-slowdown") in fired
+    assert ("firing", "gpu-thermal-limit") not in fired
+    assert ("resolved", "gpu-thermal-slowdown") in story.run(600)
+
+
+def test_one_nvlink_down(tell: Tell) -> None:
+    """Link 7 of GPU 4 goes down; the alert names it, the others stay; it clears when the link is up again."""
+    story = tell(gpus())
+    story.run(60)
+    story.reader.play(gpus(gpu2={"nvlinks": 0x3FFFF & ~(1 << 7)}))
+    assert story.run(30) == [("firing", "gpu-nvlink-down")]
+    assert story.verdict(2)["text"] == "NVLink down: link 7; 17 are up"
+    assert story.verdict(2)["verdict"] == "DRAIN"
+    story.reader.play(gpus())
+    assert story.run(90) == [("resolved", "gpu-nvlink-down")]
+
+
+def test_nvlink_that_was_never_up_is_not_down(tell: Tell) -> None:
+    """Healthy GPUs with idle fabric show no link at all, on every card alike. One card that lags behind is at fault."""
+    story = tell(gpus(3, **{f"gpu{i}": {"nvlinks": 0} for i in range(3)}))
+    assert story.run(120) == []
+    other = tell(gpus(gpu2={"nvlinks": 0x1FFFF}))
+    assert other.run(60) == [("firing", "gpu-nvlink-down")]
+    assert other.verdict(2)["text"] == "NVLink down: 1 fewer links than its neighbours have; 17 are up"
+
+
+def test_a_link_that_recovers_again_and_again(tell: Tell) -> None:
+    """505 recoveries in the five days before it failed for good, and no dashboard had the counter."""
+    story = tell(gpus(), poll_s=30.0)
+    story.run(300)
+    fired = []
+    for n in range(4):
+        story.reader.play(gpus(gpu2={"nvlink_recoveries": 2 + n}))
+        fired += story.run(60)
+    assert fired == [("firing", "gpu-nvlink-recovery")]
+    assert story.run(4000) == [("resolved", "gpu-nvlink-recovery")]
+
+
+def test_a_slow_pcie_link_counts_under_load_alone(tell: Tell) -> None:
+    """An idle GPU lowers its link on purpose; a busy one on gen 3 x8 has lost most of its bandwidth."""
+    slow = {"pcie_gen": 3, "pcie_width": 8}
+    story = tell(gpus(gpu1={**slow, "utilization": 2}, gpu2=slow))
+    assert story.run(600) == [("firing", "gpu-pcie-link")]
+    assert story.verdict(1)["verdict"] == "HEALTHY"
+    assert story.verdict(2)["text"] == "PCIe gen 3 x8 of gen 5 x16"
+    story.reader.play(gpus())
+    assert story.run(400) == [("resolved", "gpu-pcie-link")]
+
+
+@pytest.mark.parametrize(("story_of", "fault", "rule", "clear_s"), [
+    ("hot memory", {"memory_temperature": 97}, "gpu-memory-temperature", 300),
+    ("no spare rows", {"remapped": {**H100["remapped"], "exhausted": 1}}, "gpu-spare-rows", 60),
+    ("a page waits to be retired", {"retired_pending": 1}, "gpu-retired-pages", 60),
+    ("its table of pages is full", {"retired_corrected": 55, "retired_uncorrected": 6}, "gpu-retired-pages", 60),
+    ("the fabric has not taken it in", {"fabric_state": 2}, "gpu-fabric", 120),
+    ("the fabric has an error", {"fabric_status": 999}, "gpu-fabric", 120),
+    ("the driver asks for a reset", {"recovery_action": 1}, "gpu-recovery", 60),
+])
+def test_a_state_fires_and_clears(tell: Tell, story_of: str, fault: dict[str, Any], rule: str, clear_s: float) -> None:
+    """Each state of the hardware has an alert, on its GPU alone, and a way to clear."""
+    story = tell(gpus())
+    story.run(30)
+    story.reader.play(gpus(gpu1=fault))
+    assert story.run(300) == [("firing", rule)], story_of
+    assert story.verdict(1)["verdict"] != "HEALTHY"
+    assert {story.verdict(i)["verdict"] for i in range(3) if i != 1} == {"HEALTHY"}
+    story.reader.play(gpus())
+    assert story.run(clear_s) == [("resolved", rule)], story_of
+
+
+def test_replays(tell: Tell) -> None:
+    """A link that sends its packets twice: PCIe's and NVLink's rates, each against what is usual."""
+    story = tell(gpus(), poll_s=30.0)
+    story.run(400)
+    fired = []
+    for n in range(30):
+        story.reader.play(gpus(gpu0={"pcie_replays": 2 + n // 3, "nvlink_replays": 4 + n // 3},
+                               gpu1={"pcie_replays": 2 + 60 * n}, gpu2={"nvlink_replays": 4 + 600 * n}))
+        fired += story.run(30)
+    assert set(fired) == {("firing", "gpu-pcie-replays"), ("firing", "gpu-nvlink-errors")}
+    assert story.verdict(0)["verdict"] == "HEALTHY"
+    assert set(story.run(1500)) == {("resolved", "gpu-pcie-replays"), ("resolved", "gpu-nvlink-errors")}
+
+
+@pytest.mark.parametrize(("told", "fires", "code"), [(1, True, "recovery.reset"), (2, True, "recovery.reboot"),
+                                                     (3, True, "recovery.drain_p2p"), (0, False, None),
+                                                     (None, False, None)])
+def test_c101_what_the_driver_asks_at_the_first_poll(
+    tell: Tell, told: int | None, fires: bool, code: str | None
+) -> None:
+    """The fault came while the agent was down: no event, no counter. The driver's recovery action still says it."""
+    case = cases()["C101"]["input"]
+    assert case["recovery_action"] == "Reset"
+    assert case["older_driver"]["recovery_action"] is None
+    story = tell(gpus(gpu1={"recovery_action": told}))
+
+    assert story.run(POLL_S) == ([("firing", "gpu-recovery")] if fires else [])
+    assert story.verdict(1)["code"] == code
+    assert fires or story.verdict(1)["verdict"] == "HEALTHY"
+
+
+def test_a_mig_gpu(tell: Tell) -> None:
+    """A card in MIG slices tells no utilization and goes on; an Xid of one slice names it, on the card's alert."""
+    story = tell(gpus(gpu2={"mig": 1, "utilization": None}), poll_s=30.0)
+    assert story.run(300) == []
+    assert story.verdict(2)["verdict"] == "HEALTHY"
+    fired = story.run(30, xid(94, story.at_s, instance=" GPU-I:05", text="pid=7194, Contained: CE User Channel (0x9)"))
+    assert fired == [("firing", "xid-memory")]
+    assert "MIG instance 5" in story.verdict(2)["text"]
+    assert story.verdict(2)["verdict"] == "WATCH"  # the GPU stays usable: its engine is what needs a restart
+    assert "restart the application" in story.verdict(2)["do"]
+    assert story.run(3700) == [("resolved", "xid-memory")]
+
+
+def test_one_of_eight_hangs_nvml(tell: Tell) -> None:
+    """A call to GPU 2 does not return: it is UNKNOWN, the seven others miss no more than one read."""
+    story = tell(gpus(8), deadline_s=2.0)
+    story.run(60)
+    story.reader.play(gpus(8, gpu2={"hangs": {"nvmlDeviceGetMemoryInfo": True}}))
+    story.run(120)
+
+    uuid = story.verdict(2)["subject"]
+    assert story.verdict(2)["verdict"] == "UNKNOWN"
+    assert {story.verdict(i)["verdict"] for i in range(8) if i != 2} == {"HEALTHY"}
+    steps = [b - a for other, times in story.read_at.items() if other != uuid for a, b in pairwise(times)]
+    assert max(steps) <= 2 * POLL_S
+    assert story.pages() == set()
+    story.run(240)
+    assert [(t.alert.rule, t.alert.subject) for t in story.seen if t.kind == "firing"] == [("blind", uuid)]
+
+    story.reader.play(gpus(8))
+    ended = story.run(120)
+    assert ("resolved", "blind") in ended
+    assert story.verdict(2)["verdict"] == "HEALTHY"
+
+
+def test_gpu_count_by_the_configuration(tell: Tell) -> None:
+    """Seven of eight that are written: a page at once, though this agent never saw the eighth."""
+    story = tell({"defaults": H100, "gpus": [{}] * 7}, gpus_expected=8)
+    assert story.run(30) == [("firing", "gpu-count")]
+    report = story.node.gpus_report()
+    assert report["verdict"] == "page"
+    assert report["node_findings"][0]["text"] == "1 of 8 GPUs missing: NVML shows 7"
+
+
+def test_driver_and_library_of_different_versions(tell: Tell) -> None:
+    """An unattended upgrade: one clear ticket, and not eight GPUs lost."""
+    story = tell(gpus())
+    story.run(30)
+    story.reader("release", 1.0)
+    story.reader.play({**gpus(), "errors": {"nvmlInitWithFlags": 18}})
+    assert story.run(600) == [("firing", "driver-mismatch")]
+    story.reader.play(gpus())
+    assert ("resolved", "driver-mismatch") in story.run(120)
+
+
+def test_a_container_that_lost_its_devices(tell: Tell) -> None:
+    """NVML says Unknown Error to everything while the kernel shows the GPUs: that is no GPU lost."""
+    story = tell(gpus())
+    story.run(30)
+    for device in range(8):
+        folder = story.reader.pci / f"0000:{0x1b + device:02x}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text("0x10de\n")
+        (folder / "class").write_text("0x030200\n")
+    story.reader("release", 1.0)
+    story.reader.play({**gpus(), "errors": {"nvmlInitWithFlags": 999}})
+    story.run(5)
+    seen = Sample("gpus_pci", "gpu_devices", 8.0, T0 + story.at_s)
+    fired = []
+    for _ in range(14):
+        story.node.take(Batch("gpu_devices", T0 + story.at_s, 0.0, (seen._replace(at=T0 + story.at_s),)))
+        fired += story.run(POLL_S)
+    assert ("firing", "device-access") in fired
+    assert "gpu-lost" not in {rule for _, rule in fired}
+    story.reader.play(gpus())
+    assert ("resolved", "device-access") in story.run(120)
+
+
+# --- the log beside it -----------------------------------------------------------------------------------------------
+
+
+def test_c059_the_event_finds_its_gpu(tell: Tell) -> None:
+    """000b:00:00 of the log is the GPU that NVML calls 0000000B:00:00.0."""
+    case = cases()["C059"]["input"]
+    gpus = [{"pci": bus_id, "uuid": f"GPU-{n}"} for n, bus_id in enumerate(case["nvml_bus_ids"])]
+    story = tell({"defaults": H100, "gpus": gpus})
+    story.run(10)
+    story.run(10, xid(79, story.at_s, device="000b:00:00"))
+
+    assert story.verdict(1)["code"] == "xid.79"
+    assert story.verdict(0)["verdict"] == "HEALTHY"
+
+
+def test_hardware_alerts_outlive_a_restart_without_repeating(tell: Tell) -> None:
+    """Each restart of the monitor paged the same Xid anew."""
+    story = tell(gpus())
+    story.run(10)
+    assert story.run(10, xid(119, story.at_s)) == [("firing", "xid-gpu")]
+    saved = json.loads(json.dumps({"learned": story.node.learned.__dict__}))["learned"]
+    node = Node(Setup("gpu-17", POLL_S, Slo(written=True), (), tuple(built_in().values()), severity_of))
+    node.restore(story.node.book, saved)
+    assert set(saved) == set(Learned.__dataclass_fields__)
+    again = Story(story.reader, node=node)
+    again.at_s = story.at_s
+
+    assert again.run(60) == []
+    assert again.verdict(2)["code"] == "xid.119"
+    booted = Event("boot", "", None, T0 + again.at_s, T0 + again.at_s)
+    assert again.run(10, booted) == [("resolved", "xid-gpu")]
+
+
+def other(kind: str, at_s: float, count: int = 1) -> Event:
+    """A forged line, or records that were overwritten."""
+    return Event(kind, "", None, T0 + at_s, T0 + at_s, count, detail={"text": "NVRM: …"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("rule", "happens", "clear_s"), [
+    ("xid-gpu", lambda at: xid(46, at), 24 * 3600.0),
+    ("xid-memory", lambda at: xid(94, at), 3600.0),
+    ("xid-link", lambda at: xid(74, at, text="NVLink: fatal error detected on link 3(0x0)"), 24 * 3600.0),
+    ("xid-ticket", lambda at: xid(4711, at), 3600.0),
+    ("xid-note", lambda at: xid(43, at), 3600.0),
+    ("kernel-log-forged", lambda at: other("forged", at), 3600.0),
+    ("kernel-log-gap", lambda at: other("overrun", at, 12), 3600.0),
+])
+def test_what_happened_fires_once_and_clears(rule: str, happens: Callable[[float], Event], clear_s: float) -> None:
+    """Each alert of an event fires at the step that hears of it, holds for as long as its runbook says, and ends."""
+    setup = Setup("gpu-17", POLL_S, Slo(written=True), (), tuple(built_in().values()), severity_of,
+                  xid_severity={43: "info", 79: "log"})
+    node, fired, at_s = Node(setup), [], 0.0
+    steps = [0.0, 15.0, 30.0, 45.0, clear_s - 60.0, clear_s + 60.0, clear_s + 75.0]
+    for at_s in steps:
+        now = T0 + at_s
+        events = (happens(15.0), xid(79, 15.0)) if at_s == 15.0 else ()
+        opened = Sample("kernel_log_open", "kernel_log", 1.0, now)
+        node.take(Batch("kernel_log", now, 0.0, (opened,), events=events))
+        fired += [(t.kind, t.alert.rule, at_s) for t in node.step(now, POLL_S) if t.kind in ("firing", "resolved")]
+
+    assert fired == [("firing", rule, 15.0), ("resolved", rule, clear_s + 60.0)]
+
+
+def test_the_owner_s_severities_reach_the_node() -> None:
+    """`rules: {xid: {13: {severity: page}}}` and `gpus: {expected: 8}` were checked and not acted on."""
+    config = Config(rules=RulesConfig(dirs=(), xid={13: XidOverride(severity="page")}), gpus=GpusConfig(expected=8))
+
+    setup = setup_of(config, ())
+    assert (dict(setup.xid_severity), setup.gpus_expected) == ({13: "page"}, 8)
+    assert without_function(config) == [note for note in without_function(Config()) if note]
+
+
+def test_gpu_count_clears_when_the_gpu_is_back(tell: Tell) -> None:
+    """The eighth GPU comes back after a power cycle; and a node that persistence mode was off on says so, quietly."""
+    story = tell(gpus(2), gpus_expected=3)
+    assert story.run(30) == [("firing", "gpu-count")]
+    story.reader.play(gpus(3))
+    story.reader("release", 1.0)
+    assert story.run(150) == [("resolved", "gpu-count")]
+    story.reader.play(gpus(gpu1={"persistence": 0}))
+    story.run(400)
+    assert [a.rule for a in story.node.book.alerts.values()] == ["gpu-persistence"]
+    story.reader.play(gpus())
+    story.run(120)
+    assert not story.node.book.alerts
+
+
+def test_without_a_log_and_events_xids_are_not_judged(tell: Tell) -> None:
+    """"No Xid" must not be said by one who cannot hear any."""
+    story = tell(gpus())
+    story.run(10, log_open=False)
+
+    assert {u["state"] for u in story.verdict(0)["unchecked"] if u["code"] == "xid"} == {"N/A"}
