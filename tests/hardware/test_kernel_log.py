@@ -132,6 +132,18 @@ def test_an_old_text_without_times_is_not_news(tmp_path: Path, start: Start) -> 
     assert [e.number for e in events(start(log, undated=True)) if e.kind == "xid"] == [79]
 
 
+def test_a_log_of_months_is_read_from_near_its_end(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first start on a kern.log of ten gigabytes took a core for minutes."""
+    monkeypatch.setattr("agent.sources.kernel_log.FIRST_BYTES", 100)
+    log = tmp_path / "kmsg"
+    now_us = int(time.monotonic() * 1e6)
+    add(log, *[f"3,1,{now_us},-;{XID}"] * 50, f"3,2,{now_us},-;{OTHER}")
+
+    assert [(e.number, e.count) for e in events(start(log))] == [(13, 1)]
+
+
 def test_an_old_record_keeps_its_own_time(tmp_path: Path, start: Start) -> None:
     """What happened an hour ago is not told as of now."""
     log = tmp_path / "kmsg"
