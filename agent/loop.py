@@ -352,7 +352,9 @@ class Agent:
             if self.healthy():
                 alive()
             left_s = due - self._monotonic()
-            woken = self._woken.wait(min(max(0.0, left_s), ALIVE_EVERY_S))
+            if left_s <= 0:  # a storm of events does not put off the tick
+                return
+            woken = self._woken.wait(min(left_s, ALIVE_EVERY_S))
             if self._stop.is_set() or (not woken and left_s <= ALIVE_EVERY_S):
                 return
             if woken:

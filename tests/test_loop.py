@@ -558,6 +558,27 @@ def test_what_cannot_wait_for_the_tick_is_judged_at_once(life: Life) -> None:
     assert slow.reads == 1
 
 
+def test_a_storm_of_events_does_not_put_off_the_tick(life: Life) -> None:
+    """A GPU that tells a new error every moment kept the loop busy, and nothing else was read any more."""
+    herald = Herald("kernel_log", nothing("kernel_log"))
+    agent = life.start(herald)
+    play = herald.play
+
+    def again(now: float) -> Batch:
+        herald.wake()
+        life.clocks.go(1.0)
+        return play(now)
+
+    herald.play = again
+    herald.wake()
+    waiting = threading.Thread(target=agent._wait_until, args=(life.clocks.mono + 3, lambda: None))
+    waiting.start()
+    waiting.join(30)
+
+    assert not waiting.is_alive()
+    assert 1 <= herald.reads <= 4
+
+
 # --- what it tells of itself ------------------------------------------------------------------------------------------
 
 

@@ -496,7 +496,7 @@ def test_a_call_that_hangs(start: Start) -> None:
     assert {code for seen in later for code in seen.codes(1)} == {"hung"}
     assert {code for seen in later for i in (0, 2) for code in seen.codes(i)} == {"value"}
     assert all(len(seen.batch.readings) == 3 * len(NAMES) for seen in later)
-    assert later_s < 3.0
+    assert later_s < 5.0  # and not a deadline each
     assert reader.calls("nvmlDeviceGetTemperatureV", 2) == before + 20
     assert reader.calls("nvmlDeviceGetTemperatureV", 1) == 2  # the good read, and the one that then hung
     assert 0.25 < first.batch.hung_s < later[-1].batch.hung_s < first_s + later_s + 1.0
@@ -510,12 +510,12 @@ def test_a_call_that_hangs(start: Start) -> None:
 def test_hanging_calls_do_not_pile_up(start: Start) -> None:
     """Four GPUs hang one after the other: three threads are left in the driver, and then nothing more is called."""
     hung = {"hangs": {"nvmlDeviceGetUtilizationRates": True}}
-    reader = start(node(*[{}] * 5), deadline_s=0.2)
+    reader = start(node(*[{}] * 5), deadline_s=0.6)
     reader.read()
     reader.play(node({}, hung, hung, hung, hung))
     seen = [reader.read() for _ in range(8)]
 
-    assert [sum(seen[-1].codes(i) == {"hung"} for i in range(5))] == [5]
+    assert [seen[-1].codes(i) for i in range(5)] == [{"hung"}] * 5
     assert sum(reader.calls("nvmlDeviceGetTemperatureV", i) for i in range(1, 5)) == 4 + 3
     reader.play(node(*[{}] * 5))
     until(lambda: reader.read().batch.error is None, 30)
@@ -524,7 +524,7 @@ def test_hanging_calls_do_not_pile_up(start: Start) -> None:
 
 def test_release_waits_for_what_hangs_at_one_gpu(start: Start) -> None:
     """While another thread reads the other GPUs, NVML must not be shut down under the call that hangs."""
-    reader = start(node({}, {}), deadline_s=0.2)
+    reader = start(node({}, {}), deadline_s=0.6)
     reader.read()
     reader.play(node({}, {"hangs": {"nvmlDeviceGetClockInfo": True}}))
     reader.read()

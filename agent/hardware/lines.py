@@ -332,7 +332,7 @@ class Reader:
             if _LOST_3.match(message[6:].lstrip()):
                 device, self._fallen = self._fallen, None
                 return Line("lost", device, text="fallen off the bus and is not responding to commands")
-            if message[6:].lstrip().startswith("(PCI ID:"):
+            if message[6:].lstrip().startswith(("(PCI ID:", "installed in this system has")):
                 return None
         if message.startswith("NVRM: "):
             self._fallen = None

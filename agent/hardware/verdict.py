@@ -108,8 +108,8 @@ def verdicts(rows: Sequence[Row], gpus: Mapping[str, GpuFacts], node: str) -> di
         entries.append(_of(subject, [row for row in mine if row["subject"] == subject]) | more)
     entries.sort(key=lambda e: (e["index"] is None, e["index"], e["subject"]))
     whole = _of(node, of_node)
-    worst = max((e["verdict"] for e in (*entries, *([whole] if whole["findings"] else []))), key=RANK.__getitem__,
-                default="UNKNOWN")
+    judged = [entry["verdict"] for entry in entries] or ["UNKNOWN"]
+    worst = max([*judged, *([whole["verdict"]] if whole["findings"] else [])], key=RANK.__getitem__)
     why = None if entries else "no GPU was seen: NVML shows none (`tocsin doctor`)"
     return {"verdict": OVERALL[worst], "why": why, "node": node, "gpus": entries, "node_findings": whole["findings"],
             "node_unchecked": whole["unchecked"]}

@@ -35,6 +35,7 @@ OPEN = "kernel_log_open"  # sample: 1 while the log is read
 LOOK_EVERY_S = 0.2  # a regular file has nothing to wait on
 RECORD_BYTES = 8192  # the most that /dev/kmsg gives of one record
 CHUNK_BYTES = 1 << 16
+FIRST_BYTES = 16 << 20  # of a file that no run of ours has read before
 REOPEN_S = 5.0
 MOST_KINDS = 1024  # of events that are different and were not handed over yet; what comes beyond is counted as lost
 WOKEN_S = 5.0  # the same event wakes the loop no more often
@@ -121,6 +122,8 @@ class _Tail:
             if before is not None:
                 self._queue, fd = [fd], before
                 inode, offset = int(cursor["inode"]), int(cursor.get("offset") or 0)
+        else:  # a log of months is not read from its beginning; the line in which we land is no line of ours
+            offset = max(0, os.fstat(fd).st_size - FIRST_BYTES)
         os.lseek(fd, offset, os.SEEK_SET)
         self._fd = fd
         self.cursor: dict[str, Any] = {"boot": boot, "inode": inode, "offset": offset}

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from agent.model import Batch, Sample
 from agent.sources.nvml import NvmlSource
+from agent.sources.nvml_state import STATE
 from agent.sources.nvml_values import NAMES
 
 MIB = float(1 << 20)
@@ -43,7 +44,17 @@ TWINS = {
     "gpu_sm_clock_max_mhz": Twin("clocks.max.sm", 1, 0),
     "gpu_power_w": Twin("power.draw", 1, 25, 0.2),
     "gpu_power_limit_w": Twin("enforced.power.limit", 1, 1),
+    "gpu_ecc_corrected": Twin("ecc.errors.corrected.volatile.total", 1, 0),
+    "gpu_ecc_uncorrected": Twin("ecc.errors.uncorrected.volatile.total", 1, 0),
+    "gpu_ecc_corrected_ever": Twin("ecc.errors.corrected.aggregate.total", 1, 0),
+    "gpu_ecc_uncorrected_ever": Twin("ecc.errors.uncorrected.aggregate.total", 1, 0),
+    "gpu_memory_temp_c": Twin("temperature.memory", 1, 3),
+    "gpu_pcie_gen": Twin("pcie.link.gen.gpucurrent", 1, 4),
+    "gpu_pcie_gen_max": Twin("pcie.link.gen.max", 1, 0),
+    "gpu_pcie_width": Twin("pcie.link.width.current", 1, 0),
+    "gpu_pcie_width_max": Twin("pcie.link.width.max", 1, 0),
 }
+STATE_NAMES = tuple(name for group in STATE for name in group.names)
 SHOWN = ("temperature.gpu.tlimit", "clocks_event_reasons.active")  # beside gpu_margin_c and gpu_throttle, by eye
 SETTINGS = (
     "persistence_mode",
@@ -66,11 +77,12 @@ def compare(batch: Batch, uuid: str) -> bool:
     """Print all values of one GPU beside nvidia-smi's; whether they agree."""
     ours = {reading.name: reading for reading in batch.readings if reading.subject == uuid}
     agree = True
-    for name in NAMES:
-        reading = ours[name]
+    for name in (*NAMES, *STATE_NAMES):
+        reading = ours.get(name)
         twin = TWINS.get(name)
         theirs = ask_smi(uuid, twin.query) if twin else ""
-        shown = f"{reading.value:g}" if isinstance(reading, Sample) else f"{reading.code}: {reading.why}"
+        shown = "not told" if reading is None else f"{reading.value:g}" if isinstance(reading, Sample) else \
+            f"{reading.code}: {reading.why}"
         verdict = ""
         if twin is not None:
             try:

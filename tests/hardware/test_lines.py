@@ -85,12 +85,14 @@ def test_times_of_records() -> None:
     assert record_of("[drm] ready") == Record("[drm] ready")
 
 
-def test_gpu_lost_in_three_records() -> None:
+@pytest.mark.parametrize("first", [
+    ("NVRM: The NVIDIA GPU 0000:b3:00.0", "NVRM: (PCI ID: 10de:26b5) installed in this system has"),
+    ("NVRM: The NVIDIA GPU 0000:b3:00.0 (PCI ID: 10de:26b5)", "NVRM: installed in this system has"),
+])
+def test_gpu_lost_in_three_records(first: tuple[str, str]) -> None:
     """dmesg splits one message in three lines; only the last says that the GPU is lost, and it names none."""
     reader = Reader()
-    told = [reader.read(message) for message in (
-        "NVRM: The NVIDIA GPU 0000:b3:00.0", "NVRM: (PCI ID: 10de:26b5) installed in this system has",
-        "NVRM: fallen off the bus and is not responding to commands.")]
+    told = [reader.read(message) for message in (*first, "NVRM: fallen off the bus and is not responding to commands.")]
 
     assert [line.kind if line else None for line in told] == ["more", None, "lost"]
     assert told[2] is not None

@@ -143,7 +143,7 @@ def test_c049_rows_and_errors(tell: Tell) -> None:
     """a: a row waits, a ticket for a reset. b: an uncorrected error, a ticket. c: remapping failed, a page: replace."""
     of = cases()["C049"]["input"]
     assert [of[name]["pending"] for name in "abc"] == [True, False, False]
-    story = tell(gpus(), poll_s=30.0)
+    story = tell(gpus(), poll_s=60.0)
     story.run(30)
     rows = {"correctable": 0, "uncorrectable": 4, "pending": 1, "failure": 0, "exhausted": 0}
     story.reader.play(gpus(gpu0={"remapped": rows}, gpu1={"ecc_uncorrected": 1},
@@ -291,7 +291,7 @@ def test_c101_what_the_driver_asks_at_the_first_poll(
 
 def test_a_mig_gpu(tell: Tell) -> None:
     """A card in MIG slices tells no utilization and goes on; an Xid of one slice names it, on the card's alert."""
-    story = tell(gpus(gpu2={"mig": 1, "utilization": None}), poll_s=30.0)
+    story = tell(gpus(gpu2={"mig": 1, "utilization": None}), poll_s=60.0)
     assert story.run(300) == []
     assert story.verdict(2)["verdict"] == "HEALTHY"
     fired = story.run(30, xid(94, story.at_s, instance=" GPU-I:05", text="pid=7194, Contained: CE User Channel (0x9)"))
