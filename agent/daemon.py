@@ -99,12 +99,21 @@ def sources_of(config: Config, shapes: dict[str, bool], cursor: Mapping[str, Any
 
 def canaries_of(config: Config) -> list[Source]:
     """A canary for each address that the configuration names; through an engine's own it also sees that one hang."""
-    asked, engines = config.probe.canary, {address_of(e.url): target_name(e) for e in config.engines}
+    asked = config.probe.canary
     has_key = asked.api_key_file is not None or asked.api_key_env is not None
     slo_s = (config.slo.ttft_p99, config.slo.itl_p99)
-    return [CanarySource(url, asks=engines.get(address_of(url)), model=asked.model, every_s=asked.every, slo_s=slo_s,
+    return [CanarySource(url, asks=engine_at(config, url), model=asked.model, every_s=asked.every, slo_s=slo_s,
                          api_key=partial(read_secret, asked.api_key_file, asked.api_key_env) if has_key else None)
             for url in dict.fromkeys(asked.urls)]
+
+
+def engine_at(config: Config, url: str) -> str | None:
+    """The target whose own address this is, however it is written; one on this machine may be found later."""
+    address, port = address_of(url), local_port(url)
+    configured = [e for e in config.engines if address_of(e.url) == address or (port and local_port(e.url) == port)]
+    if configured:
+        return target_name(configured[0])
+    return f"127.0.0.1:{port}" if port and config.discover else None
 
 
 def set_up_logging(stream: TextIO) -> None:

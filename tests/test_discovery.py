@@ -320,4 +320,13 @@ def test_what_was_found_is_known_again_after_a_restart_of_ours(tmp_path: Path) -
 def test_which_port_of_this_machine_an_address_means(url: str, port: int) -> None:
     """Another machine's port 8000 is not ours."""
     assert local_port(url) == port
-    assert is_local("127.0.0.2")
+
+
+@pytest.mark.parametrize(
+    ("host", "want"),
+    [("127.0.0.2", True), ("0.0.0.0", True), ("::1", True), (os.uname().nodename, True),
+     (f"{os.uname().nodename}.example.net", True), ("192.0.2.7", False), ("edge.example.net", False), ("", False)],
+)
+def test_what_is_this_machine(host: str, want: bool) -> None:
+    """An engine written with the node's own name or address was found a second time on loopback, and watched twice."""
+    assert is_local(host) is want

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agent.config import CanaryConfig, Config, EngineConfig, ProbeConfig
-from agent.daemon import canaries_of
+from agent.daemon import canaries_of, engine_at
 from agent.model import Batch, Gap, Sample
 from agent.sources.probe import CanarySource
 from tests.drills.openai_server import Behaviour, OpenAiServer
@@ -138,6 +138,10 @@ def test_the_configuration_says_whom_it_asks(server: OpenAiServer) -> None:
     assert [getattr(one, "asks", "") for one in found] == ["llama", None]
     assert [one.name for one in found] == ["canary:http://127.0.0.1:8000", "canary:http://edge:8080"]
     assert canaries_of(Config()) == []
+    by_name = EngineConfig(url="http://localhost:8000", name="llama")
+    assert engine_at(Config(engines=(by_name,)), "http://127.0.0.1:8000/v1") == "llama"
+    assert engine_at(Config(), "http://localhost:8001") == "127.0.0.1:8001"  # discovery may find one there
+    assert engine_at(Config(discover=False), "http://localhost:8001") is None
 
 
 def test_a_key_that_cannot_be_read_is_said(server: OpenAiServer) -> None:

@@ -9,9 +9,11 @@ other answer is read by http.client, from its first byte on.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import http.client
 import io
+import ipaddress
 import os
 import re
 import select
@@ -288,5 +290,14 @@ def shown_address(url: str) -> str:
 
 
 def is_local(host: str) -> bool:
-    """Whether a configured host is this machine, as far as its name tells."""
-    return host in {"localhost", "::1", "0.0.0.0", os.uname().nodename} or host.startswith("127.")  # noqa: S104
+    """Whether a host is this machine: an address of ours, or our name, as far as that tells without asking DNS."""
+    if host == "localhost" or host.partition(".")[0] == os.uname().nodename.partition(".")[0]:
+        return True
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+    except ValueError:
+        return False
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as ours:
+        ours.bind((host, 0))  # only an address of this machine can be bound to
+        return True
+    return False
