@@ -47,7 +47,7 @@ MODES: Mapping[str, Sequence[str]] = {
 }
 # key of `params` -> what the fault calls it, with its unit
 NAMES: Mapping[str, str] = {"delay": "delay_s", "retry_after": "retry_after_s", "leave": "leave_bytes"}
-XID_RULES = ("xid-ticket",)  # what sees the kernel's line of a synthetic gpu-reset
+XID_RULES = announces("gpu-reset", None)  # what sees the kernel's line of a synthetic gpu-reset
 WITH_PARTS = frozenset({"process-kill", "engine-hang", "slow-rank"})
 # Faults between the user and the engine: the engine's own page begins behind them.
 OUTSIDE = frozenset({"packet-loss", "upstream-timeout"})

@@ -130,7 +130,7 @@ class Drill:
 ANNOUNCES: Mapping[str, tuple[str, ...]] = {
     "process-kill": ("engine-down",), "engine-hang": ("engine-stuck",), "upstream-timeout": ("user-ttft-p99",),
     "packet-loss": ("user-ttft-p99", "user-itl-p99"), "pod-kill": ("engine-stopped", "engine-down"),
-    "slow-rank": ("rank-spread", "rank-straggler", "rank-clock-spread", "itl-p99"), "gpu-reset": ("xid-note",),
+    "slow-rank": ("rank-spread", "rank-straggler", "rank-clock-spread", "itl-p99"), "gpu-reset": ("xid-ticket",),
 }  # fmt: skip
 ANNOUNCES_IN_MODE: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("upstream-timeout", "chunk"): ("user-ttft-p99", "user-itl-p99"),

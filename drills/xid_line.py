@@ -17,11 +17,10 @@ from typing import Any
 from agent import client
 from drills import proc
 from drills.gpu import Gpu
-from drills.model import Command, Drill, Plan, Refused
+from drills.model import Command, Drill, Plan, Refused, announces
 
 KMSG = Path("/dev/kmsg")
 XID, ENDED_BY = 163, 162  # power smoothing is off, and on again: neither asks for anything, and one ends the other
-ANNOUNCES = ("xid-ticket",)
 ANNOUNCED_FOR_S = 10.0
 NEEDS = ("root",)  # the agent believes root alone
 # Who else acts on an Xid line, and would drain the node for ours.
@@ -57,7 +56,7 @@ def plan(drill: Drill, run: str, one: Gpu) -> Plan:
             "a line cannot be taken out of the kernel's log; it carries the drill's name",
         ],
         needs=NEEDS,
-        expects=ANNOUNCES,
+        expects=announces("gpu-reset", "synthetic"),
         blast={"replicas": 0},
     )
 

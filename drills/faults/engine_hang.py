@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from drills import proc
-from drills.model import Command, Drill, Fault, Left, Plan, ProcessId, Refused
+from drills.model import Command, Drill, Fault, Left, Plan, ProcessId, Refused, announces
 from drills.targets import describe, part_of, processes_of
 
 NEEDS = ("CAP_SYS_PTRACE", "CAP_DAC_READ_SEARCH")
@@ -147,7 +147,7 @@ class EngineHang:
                 "a system call that was waiting may return EINTR once, as after any signal",
             ],
             needs=NEEDS,
-            expects=("engine-stuck",),  # a port that accepts and does not answer is slow or stuck, never down
+            expects=announces(self.name, None),  # a port that accepts and does not answer is slow or stuck, never down
             blast={"replicas": 1},
         )
 

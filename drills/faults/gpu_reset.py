@@ -28,7 +28,7 @@ from agent import client
 from drills import gate, gpu, proc, xid_line
 from drills.gate import Gate
 from drills.gpu import Gpu, Holder
-from drills.model import Command, Drill, Fault, Left, Plan, ProcessId, Refused
+from drills.model import Command, Drill, Fault, Left, Plan, ProcessId, Refused, announces
 from drills.targets import RESERVED_NAMES, describe, part_of, processes_of
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _plan_reset(drill: Drill, run: str) -> Plan:
             *(["persistence mode is switched off for the reset, and on again"] if one.persistence else []),
         ],
         needs=NEEDS,
-        expects=("engine-down",),
+        expects=announces("gpu-reset", "reset"),
         blast={"replicas": 1},
         restarts=True,
     )

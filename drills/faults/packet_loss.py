@@ -17,7 +17,7 @@ from typing import Any
 
 from drills import nft, proc, rehearsal, targets
 from drills.ledger import short_tag
-from drills.model import Command, Drill, Held, Left, Plan, Refused
+from drills.model import Command, Drill, Held, Left, Plan, Refused, announces
 
 PRIORITY = -300  # before whatever else filters, so that nobody has accepted the packet yet
 # The deadline in the kernel, after the holder's own: it is for the day on which all else hangs.
@@ -211,7 +211,7 @@ class PacketLoss:
             exemptions=_exemptions(places[0]["match"], facts["reserved"]),
             notes=_notes(places, both=drill.params.get("direction", "in") == "both"),
             needs=_needs(places),
-            expects=("user-ttft-p99", "user-itl-p99"),
+            expects=announces(self.name, None),
             blast={"replicas": 1},
         )
 

@@ -12,12 +12,11 @@ from typing import Any
 
 from drills import pods
 from drills.cluster import Cluster, ClusterError, Denied, denied, time_of, uid_of
-from drills.model import Command, Drill, Fault, Left, Plan, Refused
+from drills.model import Command, Drill, Fault, Left, Plan, Refused, announces
 
 SAMPLE_S = 3.0  # an answer that takes longer is no sample
 ASK_WITHIN_S = 10.0  # an eviction that is put off for a while is asked for again so long
 OVERDUE_S = 30.0  # a pod that is later than this after its grace is stuck
-EXPECTS = ("engine-stopped", "engine-down")
 
 
 class Deleted:
@@ -172,7 +171,7 @@ def _plan(drill: Drill, run: str, victim: Mapping[str, Any], found: Sequence[Any
         undo=[],
         facts=facts,
         notes=[f"one of {len(found)} pods with {facts['selector']}, at random by the run", *notes],
-        expects=EXPECTS,
+        expects=announces("pod-kill", None),
         blast={"replicas": 1, "of": facts["of"]},
         restarts=True,
     )

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from drills import proc
-from drills.model import Command, Drill, Fault, Left, Plan, ProcessId, Refused
+from drills.model import Command, Drill, Fault, Left, Plan, ProcessId, Refused, announces
 from drills.targets import describe, part_of, processes_of
 
 # To see who listens, and to signal a process of another user.
@@ -60,7 +60,7 @@ class ProcessKill:
             },
             notes=["the supervisor of the engine must bring it back; what of it outlives the kill is a finding"],
             needs=NEEDS,
-            expects=("engine-down",),
+            expects=announces(self.name, None),
             blast={"replicas": 1},
             restarts=True,
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from drills import gpu
 from drills.gpu import Gpu
-from drills.model import Command, Drill, Fault, Left, Plan, Refused
+from drills.model import Command, Drill, Fault, Left, Plan, Refused, announces
 
 NEEDS = ("root",)
 SET_WITHIN_S = 10.0
@@ -71,7 +71,7 @@ class SlowRank:
             notes=["a power limit outlives drilld: it is undone by the holder, at its start, or by tocsin drill heal",
                    "the driver calls this a software power cap, which rank-clock-spread takes for noise on purpose"],
             needs=NEEDS,
-            expects=("rank-spread", "rank-straggler", "rank-clock-spread", "itl-p99"),
+            expects=announces(self.name, None),
             blast={"replicas": 1},
         )
 
