@@ -23,7 +23,7 @@ from agent.evaluate import judge
 from agent.exposition import PageError
 from agent.model import COMPARE, Batch, Gap, GpuFacts, Rule, Sample, Why
 from agent.node import Node, Setup
-from agent.signals import CATALOGUE, Target, bound
+from agent.signals import CATALOGUE, Target, bound, tellers
 from agent.stats import quantile
 from agent.windows import LATE_INTERVALS
 from rules import RulesConfig, severity_of
@@ -281,7 +281,8 @@ def _step(replay: Replay, at: float, dt_s: float) -> None:
             replay.spans.append(span)
         span.to_s = since_start
     for target in (t for t in node.scene.targets.values() if t.ever_up):
-        for engine in target.engines:
+        together = tuple(name for name in tellers(node.windows, target, "ttft") if name not in target.engines)
+        for engine in (*target.engines, *together):  # what data-parallel engines count together is the target's
             whole = replay.wholes.setdefault(engine, Whole(target.name))
             if whole.http_from is None and node.windows.keys(target.name, "http"):
                 whole.http_from = at
@@ -341,20 +342,22 @@ def _engine(node: Node, engine: str, whole: Whole) -> dict[str, Any]:
     """What is true of an engine over the whole recording."""
     windows, start = node.windows, 0.0
 
-    def total(name: str, subject: str = engine) -> float:
-        return sum(windows.increases(subject, name, start).values())
+    def total(name: str, subject: str = engine) -> float | None:
+        rises = windows.increases(subject, name, start)
+        return sum(rises.values()) if rises else None  # what an engine does not count is not 0
 
     http = {} if whole.http_from is None else windows.increases(whole.target, "http", whole.http_from)
     finished = windows.increases(engine, "finished", start)
-    queries = total("prefix_queries")
+    queries, hits = total("prefix_queries"), total("prefix_hits")
+    errors = max(sum(v for k, v in http.items() if k.startswith("5")),
+                 finished.get("error", 0.0) + (total("rejections", whole.target) or 0.0))
     facts: dict[str, Any] = {
-        "requests_finished": sum(finished.values()),
-        "errors": max(sum(v for k, v in http.items() if k.startswith("5")),
-                      finished.get("error", 0.0) + total("rejections", whole.target)),
+        "requests_finished": total("finished"),
+        "errors": errors if http or finished else None,
         "preemptions": total("preemptions"),
         "generation_tokens": total("generation_tokens"),
         "kv_peak": whole.kv_peak,
-        "prefix_hit_ratio": total("prefix_hits") / queries if queries > 0 else None,
+        "prefix_hit_ratio": hits / queries if queries and hits is not None else None,
     }
     for name, quantiles in HISTOGRAMS.items():
         rises = windows.increases(engine, name, start)
@@ -362,7 +365,7 @@ def _engine(node: Node, engine: str, whole: Whole) -> dict[str, Any]:
         for q in quantiles:
             facts[f"{name.removesuffix('_time')}_p{q * 100:.0f}_s"] = quantile(q, buckets)
     for status in ("2xx", "4xx", "5xx"):
-        facts[f"http_{status}"] = sum(v for k, v in http.items() if k[:1] == status[:1])
+        facts[f"http_{status}"] = sum(v for k, v in http.items() if k[:1] == status[:1]) if http else None
     return facts
 
 

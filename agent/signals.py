@@ -825,7 +825,7 @@ def qps_change(ask: Ask) -> Signal:
     """M1. How far the last minute's arrivals are off from both baselines: the 30 m before, and yesterday's."""
     missing = target_trouble(ask, "ttft") or hushed(ask)
     if missing:
-        return missing
+        return (routed_change(ask) if missing.state == "na" else None) or missing
     span_s = ask.window_s()
     current = arrivals(ask, ask.now - span_s, ask.now)
     before_s, day_s = 1800.0, 86400.0
@@ -846,6 +846,33 @@ def qps_change(ask: Ask) -> Signal:
     at = ask.told_at("ttft", *ask.scene.tellers(ask.target, "ttft"))
     return ask.value(off, at=at, method="estimate: first tokens + waiting",
                      evidence={"requests": current} | expected)
+
+
+def routed_change(ask: Ask) -> Signal | None:
+    """M1 of an engine that counts no first tokens, by a router in front of it; None where none tells its share."""
+    assert ask.target is not None  # noqa: S101
+    if all(ask.scene.sleeps(e) for e in ask.target.engines):
+        return None
+    name, span_s, before_s = "router_worker_requests", ask.window_s(), 1800.0
+    for router in ask.scene.routers:
+        keys = [key for key in ask.windows.keys(router, name) if replica_of(ask.target, key)]
+        if not keys or not told(ask.windows, router, name, ask.now):
+            continue
+        up_s = ask.started_s(name, router)
+        if up_s is not None and up_s < RESTART_HUSH_S:
+            return ask.idle(f"the router started {up_s:.0f} s ago")
+        start, track = ask.now - span_s - before_s, ask.windows.track_of(router, name)
+        if track is None or ask.windows.watched_s(router, name, start) < HALF * before_s:
+            return ask.idle("learning the usual rate")
+        began = max(start, track.times[0])
+        current, before = (sum(ask.windows.increase(router, name, a, b, key) for key in keys)
+                           for a, b in ((ask.now - span_s, ask.now), (began, ask.now - span_s)))
+        expected, needed = before * span_s / (ask.now - span_s - began), ask.rule.min_count or 1
+        if expected < needed:
+            return ask.idle(f"{expected:.0f} of at least {needed} requests expected in {span_s:.0f} s")
+        return ask.value(abs(current / expected - 1), at=ask.told_at(name, router), method=f"router {router}",
+                         evidence={"requests": current, "30 min before": expected})
+    return None
 
 
 def hushed(ask: Ask) -> Signal | None:

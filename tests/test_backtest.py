@@ -13,6 +13,7 @@ import pytest
 
 from agent.backtest import BadRecording, backtest
 from agent.config import load_config
+from tests.engine_pages import PAGES
 from tests.recordings import KV_PRESSURE, RECORDINGS, STARVED_HOST, rows, truth, unpacked
 
 COUNTS = ("requests_finished", "preemptions", "generation_tokens", "http_2xx", "http_4xx", "http_5xx")
@@ -249,3 +250,28 @@ def test_a_long_recording_does_not_stand_in_memory(tmp_path: Path) -> None:
 
     assert result["recording"]["scrapes"] == 600
     assert peak < 12e6
+
+
+def recording_of(era: str, folder: Path) -> Path:
+    """Ten minutes of one of tests/engine_pages.py's engines, every 5 s."""
+    path = folder / f"{era}.jsonl.gz"
+    with gzip.open(path, "wt") as out:
+        for n in range(1, 121):
+            row = {"t": 1_000_000_000.0 + 5 * n, "target": "http://e:1", "body": PAGES[era](5.0 * n)}
+            out.write(json.dumps(row) + "\n")
+    return path
+
+
+def test_every_engine_can_be_replayed_and_what_one_does_not_count_is_not_0(tmp_path: Path) -> None:
+    """llama.cpp counts no requests: null, not none finished; SGLang's two engines count first tokens together, once."""
+    (llama,) = backtest([recording_of("llamacpp-b10519", tmp_path)])["engines"].values()
+    assert (llama["requests_finished"], llama["errors"], llama["http_2xx"], llama["kv_peak"]) == (None,) * 4
+    assert llama["generation_tokens"] == pytest.approx(40 * 595)
+    assert llama["prefix_hit_ratio"] == pytest.approx(0.6, abs=0.001)
+
+    engines = backtest([recording_of("sglang-0.5.23-dp2", tmp_path)])["engines"]
+    assert set(engines) == {"e:1", "e:1/0", "e:1/1"}
+    assert engines["e:1"]["requests_finished"] == pytest.approx(2 * 595)
+    assert engines["e:1"]["ttft_p99_s"] == pytest.approx(0.98, abs=0.05)
+    assert (engines["e:1/0"]["requests_finished"], engines["e:1/0"]["kv_peak"]) == (None, 0.83)
+    assert engines["e:1/0"]["generation_tokens"] == pytest.approx(20 * 595)

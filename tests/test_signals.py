@@ -15,7 +15,7 @@ from agent.evaluate import judge
 from agent.model import Alert, Batch, Gap, GpuFacts, Rule, Sample, Signal, Slo, Why
 from agent.signals import SIGNALS, Ask, Scene, Target, alert_labels, compute, queue_age_bound
 from agent.windows import Windows
-from tests.scenes import GPU, PAGE, SLO, T0, ask, built_in, hist, read, read_many, scene, times
+from tests.scenes import GPU, PAGE, SLO, T0, ask, built_in, hist, read, read_many, samples, scene, times
 
 Numbers = Mapping[str, float | None]
 QUEUE_DATA = Path(__file__).parent / "data" / "kv-pressure-queue.json"
@@ -1175,6 +1175,24 @@ def test_requests_that_run_though_nobody_is_connected_are_a_stale_gauge() -> Non
     assert "nobody is connected" in gone.evidence["note"]
     for story in (lambda at: 4.0, lambda at: 0.0, lambda at: 4.0 if at < 270 else 0.0):  # pools; an odd table; just now
         assert verdict(at_end(tells(story), "engine-stuck", 300), "engine-stuck") == "breach"
+
+
+def test_traffic_of_an_engine_that_counts_no_first_tokens_is_the_routers() -> None:
+    """llama.cpp tells no arrivals; the router in front of it does: from 5 a second to 1, off by 0.8."""
+    windows = Windows(5.0)
+    worker, after = "http://10.0.0.1:8000", 2400.0
+    for at in times(0, 2460):
+        gap = Gap("ttft", "e", Why.NOT_SUPPORTED, "llama.cpp does not tell it", T0 + at)
+        told = samples("e", T0 + at, {"running": 1.0, "waiting": 0.0})
+        windows.ingest(Batch("source of e", T0 + at, 0.0, (*told, gap)))
+        read(windows, at, "edge", {f"router_worker_requests.{worker}": 5 * min(at, after) + max(0.0, at - after)})
+    here = scene(windows, 2460, routers=("edge",))
+    routed = replace(here, targets={"e": replace(here.targets["e"], address="10.0.0.1:8000")})
+    got = ask(routed, "qps-change")
+    assert got.method == "router edge"
+    assert got.value == pytest.approx(0.8, abs=0.01)
+    elsewhere = replace(here, memo={}, targets={"e": replace(here.targets["e"], address="10.0.0.2:8000")})
+    assert ask(elsewhere, "qps-change").state == "na"
 
 
 def test_errors_are_the_routers_where_it_is_through_it_that_requests_come() -> None:

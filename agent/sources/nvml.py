@@ -43,9 +43,9 @@ class _LateError(Exception):
 class _Job:
     """One piece of work of the worker, and what it has brought so far; the reader may look at any moment."""
 
-    def __init__(self, run: Callable[[_Job], None], left_out: frozenset[int] = frozenset()) -> None:
+    def __init__(self, run: Callable[[_Job], None], left_out: Mapping[int, str]) -> None:
         self.run = run
-        self.left_out = left_out  # GPUs at which another call hangs, by index
+        self.left_out = left_out  # GPUs at which another call hangs: index -> that call, in words
         self.index: int | None = None  # the GPU that is asked now
         self.done = Event()
         self.abandoned = False
@@ -78,12 +78,12 @@ class _Worker:
         self._running: _Job | None = None
         self.last: _Job | None = None
 
-    def submit(self, run: Callable[[_Job], None], left_out: frozenset[int] = frozenset()) -> _Job:
+    def submit(self, run: Callable[[_Job], None], left_out: Mapping[int, str] | None = None) -> _Job:
         if self._thread is None:
             # A daemon: a thread that hangs in the driver must not keep the process from ending.
             self._thread = Thread(target=self._work, name="nvml", daemon=True)
             self._thread.start()
-        job = self.last = _Job(run, left_out)
+        job = self.last = _Job(run, left_out or {})
         self._jobs.put(job)
         return job
 
@@ -312,12 +312,12 @@ class _Driver:
 
     def _tell_left_out(self, job: _Job, now: float) -> None:
         """The GPUs that nobody asked, since a call to them hangs."""
-        for index in job.left_out:
+        for index, why in job.left_out.items():
             known = [facts for facts in self._known.values() if facts.index == index and facts.uuid not in job.gpus]
             facts = known[0] if known else GpuFacts(f"index-{index}", index, "", "")
             job.gpus[facts.uuid] = facts
             names = (*NAMES, *(self._gpus[index].had if index in self._gpus else ()))
-            job.readings.extend(gaps_of(facts.uuid, names, Why.HUNG, "a call to this GPU has not returned", now))
+            job.readings.extend(gaps_of(facts.uuid, names, Why.HUNG, why, now))
 
     def _tell_missing(self, job: _Job, now: float) -> bool:
         """Name the GPUs that could not be opened: by the index they had, else as the one that is missing."""
@@ -399,7 +399,7 @@ class NvmlSource:
         if last is not None and not last.done.wait(self._deadline_s):
             self._worker.give_up(last)
             return self._hung(now, began, ())
-        left_out = frozenset(index for _, index in self._stuck)
+        left_out = {index: worker.hangs_at()[0] for worker, index in self._stuck}
         job = self._worker.submit(lambda job: self._poll(job, now), left_out)
         if not job.done.wait(max(0.0, self._deadline_s - (time.monotonic() - began))):
             self._worker.give_up(job)
