@@ -65,17 +65,25 @@ def _is_there(pid: int, folder: str) -> bool:
 def unheld_tables() -> Iterator[tuple[nft.Place, str]]:
     """Tables of ours that no `nft -i` holds, in each network namespace that can be looked into.
 
-    None for who may not read what others were started with: every table of root's would look unheld.
+    None where an nft runs of which we may not know what it was started with: it may hold one.
     """
-    try:
-        Path("/proc/1/environ").read_bytes()
-    except OSError:
+    if any(seen.comm in ("nft", "nsenter") and _is_hidden(pid) for pid, seen in proc.processes().items()):
         return
     for place in places():
         with suppress(OSError, Refused):
             for table in nft.tables(place):
                 if not nft.owners(table):
                     yield place, table
+
+
+def _is_hidden(pid: int) -> bool:
+    try:
+        Path(f"/proc/{pid}/environ").read_bytes()
+    except PermissionError:
+        return True
+    except OSError:  # it has ended
+        return False
+    return False
 
 
 def places() -> Iterator[nft.Place]:
