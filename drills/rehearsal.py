@@ -104,13 +104,14 @@ def verdicts(share: float, probes: Sequence[Probe], came: Sequence[int], passed:
 
 def main(arguments: Sequence[str]) -> int:
     """Rehearse what stdin says; exit status 1 and one line on stderr where it does not come out."""
+    # A runner that is killed meanwhile needs no answer, and nothing of ours may outlive it by a second: neither the
+    # child nor its sender. One whose parent had gone before reads end-of-file, or half an order, and ends.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     order = json.load(sys.stdin)
     probes = [Probe(**probe) for probe in order["probes"]]
     if arguments == ["send"]:
         send(probes)
         return 0
-    # A runner that is killed meanwhile needs no answer, and nothing of ours may outlive it by a second.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != order["parent"]:
         return 1
     try:

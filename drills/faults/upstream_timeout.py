@@ -31,7 +31,7 @@ NAME = "upstream-timeout"
 FIRST_PORT, PORTS = 20_000, 10_000  # of the proxy: below the ephemeral ports and Kubernetes' NodePorts
 ARMED_MORE_S = 60.0  # the redirect falls silent so long after the fault's time, if all else hangs
 DRAIN_S = 30.0
-MOST_OFF = 0.01  # of the answers may have been delayed otherwise than asked
+MOST_OFF = 0.05  # of the answers may have been delayed otherwise than asked: a busy machine is late
 SS_WORDS = 40  # connections that one `ss -K` names
 NAT_PRIORITY = -150  # before Docker's and Kubernetes' own (-100), after conntrack (-200)
 

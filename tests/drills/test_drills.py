@@ -394,7 +394,7 @@ def stories(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """The scenarios of the selected tests, under way."""
     need(*NEEDS)
     selected = {item.name for item in request.session.items}
-    with ThreadPoolExecutor(5) as pool:
+    with ThreadPoolExecutor(4) as pool:  # more of them would take the time from the proxy that each other measures
         started: dict[str, Future[Story]] = {
             name: pool.submit(play, tmp_path_factory.mktemp(play.__name__))
             for name, play in SCENARIOS.items() if name in selected
