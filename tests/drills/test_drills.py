@@ -135,10 +135,10 @@ def core_hangs(folder: Path) -> Story:
 
 def all_hangs(folder: Path) -> Story:
     """The port accepts, and nobody answers."""
-    drill = HANG | {"target": A | {"part": "all"}, "for": "45s",
+    # engine-stuck would need work on the last page that was read: with answers this short that is a matter of luck.
+    drill = HANG | {"target": A | {"part": "all"}, "expects": ["engine-slow"],
                     "holds": {"goodput": "95% in 5s", "ttft_p99": "3s"}}  # fmt: skip
-    config = rules(engine_stuck={"keep": "1s", "params": {"flat": "5s", "queue": "60s"}})
-    with world(folder, drills=[drill], config=config, read_timeout="2s") as made:
+    with world(folder, drills=[drill], config=rules(engine_slow={"keep": "1s"}), read_timeout="2s") as made:
         return hang(made)
 
 
@@ -447,7 +447,7 @@ def test_all_hangs(story: Story) -> None:
     """Nobody reads the socket: the agent's own reads time out, and say so."""
     (ran,) = story.ran
     assert (ran.status, ran.verdict) == (0, "PASS"), ran.said
-    assert ran.row("alarm.engine-stuck.fired")["verdict"] == "PASS"
+    assert ran.row("alarm.engine-slow.fired")["verdict"] == "PASS"
     assert "t" not in story.seen["states"]
 
 
