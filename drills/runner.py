@@ -324,12 +324,12 @@ class Run:
         begun = time.monotonic()
         proven, proof = False, "no sample came"
         while not proven and not any(sample.get("over") for sample in self.holder.samples):
+            self.breathe("fault")  # first: a runner that stood still may have no right to go on
+            proven, proof = self.fault.proven(self.plan, self.holder.samples)
             # While its counters grow there may be too few of them yet to tell: small shares take their time.
             within_s = max(self.prove_within_s, self.drill.for_s if is_moving(self.holder.samples) else 0.0)
             if time.monotonic() > begun + within_s:
                 break
-            self.breathe("fault")
-            proven, proof = self.fault.proven(self.plan, self.holder.samples)
         self.enter(State.PROVEN if proven else State.INVALID, proof=proof)
         self.record.moment("fault proven" if proven else "fault NOT proven", proof)
         return proven, proof
