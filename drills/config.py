@@ -17,7 +17,7 @@ from agent.config import ON_GPUS, TARGET_WAYS, Config, DrillConfig, DrillHolds, 
 from agent.model import Rule
 from agent.strict import ConfigErrors, Fault, Unfit, cut, did_you_mean
 from drills import cron
-from drills.model import Drill, Holds, Load, Schedule, announces
+from drills.model import Drill, Holds, Load, Schedule, announces, port_of
 
 # What each fault takes under `target` (one of them) and under `params`.
 TARGETS: Mapping[str, Sequence[str]] = {
@@ -253,12 +253,7 @@ def _engine_of(config: Config, drill: DrillConfig) -> EngineConfig | None:
 
 
 def _engine_at(config: Config, port: int) -> EngineConfig | None:
-    return next((engine for engine in config.engines if _port_of(engine.url) == port), None)
-
-
-def _port_of(url: str) -> int:
-    parts = urlsplit(url)
-    return parts.port or (443 if parts.scheme == "https" else 80)
+    return next((engine for engine in config.engines if port_of(engine.url) == port), None)
 
 
 # ---- what it becomes ----
@@ -296,7 +291,7 @@ def _target(config: Config, drill: DrillConfig) -> dict[str, Any]:
     }
     engine = _engine_of(config, drill)
     if engine is not None:
-        target = {"engine": target_name(engine), "url": engine.url, "port": _port_of(engine.url), **target}
+        target = {"engine": target_name(engine), "url": engine.url, "port": port_of(engine.url), **target}
         target.setdefault("address", urlsplit(engine.url).hostname)
     if written.upstream is not None:
         target["address"], target["port"] = written.upstream

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from agent.config import Config, EngineConfig, target_name
 from drills import proc
+from drills.model import port_of
 
 
 def with_engine(target: Mapping[str, Any], config: Config) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def with_engine(target: Mapping[str, Any], config: Config) -> dict[str, Any]:
 
 def _is(engine: EngineConfig, target: Mapping[str, Any]) -> bool:
     parts = urlsplit(engine.url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    port = port_of(engine.url)
     if target.get("address") is not None and target.get("port") is not None:
         return (target["address"], target["port"]) == (parts.hostname, port)
     if target.get("pid") is None:

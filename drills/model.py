@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
 
 class State(StrEnum):
@@ -272,3 +273,9 @@ class Moment:
     at: float
     what: str
     evidence: str = ""
+
+
+def port_of(url: str) -> int:
+    """The port of an address, its scheme's own where none is written."""
+    parts = urlsplit(url)
+    return parts.port or (443 if parts.scheme == "https" else 80)

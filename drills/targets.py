@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from drills import proc
-from drills.model import ProcessId, Refused
+from drills.model import ProcessId, Refused, port_of
 
 if TYPE_CHECKING:  # the holder imports the faults, and starts in half the time without it
     from agent.config import Config
@@ -83,7 +83,7 @@ def alert_path(config: Config) -> list[tuple[str, int]]:
     for channel in config.notify:
         urls += channel.alertmanager.urls if channel.alertmanager is not None else ()
         urls += [channel.webhook.url] if channel.webhook is not None and channel.webhook.url else ()
-    return [(host_of(url), _port_of(url)) for url in urls]
+    return [(host_of(url), port_of(url)) for url in urls]
 
 
 def host_of(url: str) -> str:
@@ -94,10 +94,6 @@ def host_of(url: str) -> str:
     except ValueError:
         return host
     return str(getattr(address, "ipv4_mapped", None) or address)
-
-
-def _port_of(url: str) -> int:
-    return urlsplit(url).port or (443 if urlsplit(url).scheme == "https" else 80)
 
 
 def is_here(host: str, node: str | None) -> bool:
@@ -136,7 +132,7 @@ def _drilled_elsewhere(config: Config) -> list[tuple[str, int]]:
             found.append((host_of(_url(target.upstream[0])), target.upstream[1]))
         elif url or target.address:
             host = host_of(_url(target.address)) if target.address else host_of(url)
-            found.append((host, _port_of(url) if url else target.port))
+            found.append((host, port_of(url) if url else target.port))
     return [(host, port) for host, port in found if port is not None and not is_here(host, config.node)]
 
 
