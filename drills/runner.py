@@ -296,9 +296,7 @@ class Run:
     def inject(self) -> tuple[bool, str]:
         """Put the fault in and prove it; INVALID where that cannot be done."""
         assert self.plan is not None and self.holder is not None  # noqa: S101, PT018
-        if self.stop_why:
-            raise Ended(self.stop_why)
-        self.refuse_stale_lease()
+        self.refuse_to_go_on()
         no = [f"{check.name}: {check.why}" for check in self.ask_guards(again=True) if not check.ok]
         self.judge_pages()
         if no:  # much may have changed since the first time: a replica hangs, the window is over
@@ -313,8 +311,7 @@ class Run:
         try:
             injected_at = self.holder.inject(PROVE_WITHIN_S)
         except holder.HolderError as no:
-            if self.stop_why:
-                raise Ended(self.stop_why) from None
+            self.refuse_to_go_on()  # a fault that was ended is no fault that failed
             self.enter_quietly(State.INVALID, why=str(no))
             return False, str(no)
         self.spans["fault"] = [injected_at, self.clock()]
@@ -330,6 +327,8 @@ class Run:
             within_s = max(self.prove_within_s, self.drill.for_s if is_moving(self.holder.samples) else 0.0)
             if time.monotonic() > begun + within_s:
                 break
+        if not proven:
+            self.refuse_to_go_on()
         self.enter(State.PROVEN if proven else State.INVALID, proof=proof)
         self.record.moment("fault proven" if proven else "fault NOT proven", proof)
         return proven, proof
@@ -410,9 +409,7 @@ class Run:
         self.wake.wait(TICK_S)
         self.wake.clear()
         self.spans[phase][1] = self.clock()
-        if self.stop_why:
-            raise Ended(self.stop_why)
-        self.refuse_stale_lease()
+        self.refuse_to_go_on()
         self.judge_pages()  # before all that may take its time
         if self.prober is not None:
             if not self.prober.alive:
@@ -426,8 +423,10 @@ class Run:
         if no:
             raise Ended(self.stop_why or "; ".join(f"{c.name}: {c.why}" for c in no))
 
-    def refuse_stale_lease(self) -> None:
-        """Raise Ended where the fleet's lease may be another's by now."""
+    def refuse_to_go_on(self) -> None:
+        """Raise Ended where the run was told to stop, or the fleet's lease may be another's by now."""
+        if self.stop_why:
+            raise Ended(self.stop_why)
         if self.lease is not None and not self.lease.fresh():
             raise Ended(self.lease.lost or lease.STALE)
 

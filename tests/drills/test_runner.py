@@ -12,6 +12,7 @@ import pytest
 
 from agent.config import Config
 from drills.guards import Check
+from drills.holder import HolderError
 from drills.model import Drill, Left, Plan, Verdict
 from drills.runner import Ended, Run, is_moving
 
@@ -152,6 +153,35 @@ def test_a_lease_that_is_good_no_more_ends_the_run() -> None:
     with pytest.raises(Ended, match="run x of node y holds it") as ended:
         run(agent=SimpleNamespace(pages=list), lease=stale).breathe("fault")
     assert not ended.value.early
+
+
+class StoodStill:
+    """A holder whose runner stood still past its lease right while it injected: what it is told then, and finds."""
+
+    def __init__(self, lease: SimpleNamespace, answer: float | None) -> None:
+        self.lease_, self.answer = lease, answer
+        self.samples, self.process_id = [{"over": True}], SimpleNamespace(pid=41)
+
+    def lease(self, until: float) -> None:
+        """It is told how long the lease is good."""
+
+    def inject(self, within_s: float) -> float:
+        """A minute passes for all but the runner's own code."""
+        self.lease_.fresh = lambda: False
+        if self.answer is None:
+            raise HolderError(f"the holder gave no answer within {within_s:g} s of `inject`; revert")
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [None, 5.0])
+def test_a_runner_that_stood_still_while_it_injected_is_aborted(answer: float | None) -> None:
+    """The disk was still filling as it was stopped: its lease was over, and the report said INVALID, exit 4."""
+    lease = SimpleNamespace(fresh=lambda: True, lost="the lease may be another's", good_until=9.0)
+    seen = run(agent=SimpleNamespace(pages=list), lease=lease, holder=StoodStill(lease, answer), way_back=None,
+               ask_guards=lambda *, again: [], enter=lambda *state, **data: None, tell_node=lambda *told: None,
+               record=SimpleNamespace(moment=lambda *told: None), plan=Plan("disk-full", "r", [], [], [], {}), run="r")
+    with pytest.raises(Ended, match="the lease may be another's"):
+        seen.inject()
 
 
 def test_a_lost_lease_tells_the_holder_at_once() -> None:
