@@ -18,6 +18,7 @@ import structlog
 
 from agent.model import (
     Alert,
+    AlertKey,
     AlertMessage,
     Announcement,
     Batch,
@@ -35,6 +36,7 @@ from agent.notifiers import Route, owed_for_incidents, owed_to
 from agent.outbox import ChannelStatus, Outbox
 from agent.signals import Target, router_signals
 from agent.store import FrameRow, LayoutRow, NotSaved, Store, StoreError
+from agent.trend import FINE, KEPT_S, MINUTE, TRACK, Points, Saved, Trend, points
 from agent.web.metrics import SourceStat
 from agent.windows import COARSE_KEEP_S, LATE_INTERVALS, RAW_KEEP_S, Row, SeriesKey
 
@@ -195,6 +197,7 @@ class Agent:
         self._started_mono = monotonic()
         self._layouts: dict[tuple[str, tuple[SeriesKey, ...]], int] = {}
         self._next_layout = 1
+        self._trend = Trend()
         self._fault: str | None = None  # why the last tick failed
         self._pruned_at = 0.0
         self._probed: dict[str, list[Sample]] = {}  # address -> what its prober told since the last tick
@@ -235,7 +238,7 @@ class Agent:
                 transitions = self.node.step(now, dt_s)
                 self._hold_canaries()
                 notices = self._notices(transitions, now)
-                frames, layouts = self._frames(self.node.windows.unsaved())
+                frames, layouts = self._frames(self.node.windows.unsaved(), self._curves(now))
                 learned = asdict(self.node.learned)
         except BaseException:
             # What was not handed over must happen again, or its page is lost.
@@ -301,17 +304,30 @@ class Agent:
         return owed_to(self.routes, [*told, *undiverted]) + owed_for_incidents(
             self.routes, self.node.incidents_told(told, undiverted))
 
-    def _frames(self, rows: Iterable[Row]) -> tuple[list[FrameRow], list[LayoutRow]]:
+    def _curves(self, now: float) -> list[Saved]:
+        """What the minute before this tick brought, where it is over."""
+        values = {key: signal.value if signal.state == "value" else None
+                  for key, signal in self.node.signals.items() if signal.state != "na"}
+        return self._trend.take(now, values, self._falling())
+
+    def _frames(self, rows: Iterable[Row], curves: Iterable[Saved]) -> tuple[list[FrameRow], list[LayoutRow]]:
         frames, layouts = [], []
-        for row in rows:
-            if row.track == SELF:
-                continue
-            layout = self._layouts.get((row.track, row.keys))
+
+        def layout_of(track: str, keys: tuple[SeriesKey, ...]) -> int:
+            layout = self._layouts.get((track, keys))
             if layout is None:
-                layout = self._layouts[(row.track, row.keys)] = self._next_layout
+                layout = self._layouts[(track, keys)] = self._next_layout
                 self._next_layout += 1
-                layouts.append(LayoutRow(row.track, layout, msgspec.json.encode(row.keys).decode()))
-            frames.append(FrameRow(row.track, row.at, layout, row.values.tobytes(), row.res))
+                layouts.append(LayoutRow(track, layout, msgspec.json.encode(keys).decode()))
+            return layout
+
+        for row in rows:
+            if row.track != SELF:
+                layout = layout_of(row.track, row.keys)
+                frames.append(FrameRow(row.track, row.at, layout, row.values.tobytes(), row.res))
+        for curve in curves:
+            layout = layout_of(TRACK, tuple((rule, subject, "") for rule, subject in curve.keys))
+            frames.append(FrameRow(TRACK, curve.at, layout, curve.blob, curve.res))
         return frames, layouts
 
     def _save(self, now: float, transitions: Sequence[Transition], notices: Sequence[tuple[str, AlertMessage]],
@@ -324,7 +340,7 @@ class Agent:
             self.store.set_meta("learned", learned)
             if not 0 <= now - self._pruned_at <= PRUNE_EVERY_S:  # also when the clock has stepped back
                 self._pruned_at = now
-                self.store.prune(now, {"raw": RAW_KEEP_S, "coarse": COARSE_KEEP_S})
+                self.store.prune(now, {"raw": RAW_KEEP_S, "coarse": COARSE_KEEP_S, **KEPT_S})
         except StoreError as error:  # what matters is saved: the rest of the tick, and its pages, must not wait
             log.error("store_not_kept", error=str(error))  # noqa: TRY400
 
@@ -403,6 +419,21 @@ class Agent:
                 if past["kind"] == "resolved":
                     rows.append(self.node.alert_row(msgspec.convert(past["alert"], Alert), past["at"]))
         return rows
+
+    def trend(self, span_s: float, wanted: frozenset[AlertKey] | None = None) -> Points:
+        """How signals went in the last `span_s`: each value within 2 h, beyond it the worst of each minute."""
+        res = FINE if span_s <= KEPT_S[FINE] and wanted is not None else MINUTE
+        since = self._clock() - span_s
+        with self._lock:
+            under_way = [saved for saved in self._trend.minute(self._falling()) if saved.res == res]
+            layouts = {layout: keys for (track, keys), layout in self._layouts.items() if track == TRACK}
+        saved = [Saved(res, frame.at, tuple((rule, subject) for rule, subject, _ in layouts[frame.layout]), frame.blob)
+                 for frame in self.store.frames_by_time(res, since) if frame.layout in layouts]
+        return points([*saved, *under_way], wanted)
+
+    def _falling(self) -> list[str]:
+        """The rules of which the lowest value is the worst."""
+        return [rule.id for rule in self.node.setup.rules if rule.op in ("<", "<=")]
 
     def doctor(self) -> dict[str, Any]:
         """How each quantity was had, by target, GPU and source."""

@@ -52,6 +52,7 @@ _SELECT_FRAMES = (
     "SELECT track, at, layout, blob, res, rowid FROM frames NOT INDEXED WHERE res=? AND at>=? AND rowid>?"
     " ORDER BY rowid LIMIT 512"
 )
+_SELECT_FRAMES_BY_TIME = "SELECT track, at, layout, blob, res FROM frames WHERE res=? AND at>=? ORDER BY at"
 _SELECT_OWED = (
     "SELECT id, channel, created_at, due_at, tries, last_error, message FROM notices"
     " WHERE state='pending' ORDER BY id"
@@ -70,7 +71,7 @@ class FrameRow(NamedTuple):
     at: float
     layout: int
     blob: bytes
-    res: str = "raw"  # "raw": every poll; "coarse": one a minute
+    res: str = "raw"  # "raw": every poll; "coarse": one a minute; those of agent.trend
 
 
 class LayoutRow(NamedTuple):
@@ -249,6 +250,11 @@ class Store:
             if not rows:
                 return
             last = rows[-1][-1]
+
+    def frames_by_time(self, res: str, since: float) -> list[FrameRow]:
+        """The frames of one resolution from `since` on, oldest first; by the index, for a resolution with few."""
+        with self._lock:
+            return [FrameRow(*row) for row in self._read(_SELECT_FRAMES_BY_TIME, (res, since))]
 
     def layouts(self) -> list[LayoutRow]:
         """The meaning of every frame that is kept."""

@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.evaluate": Row("agent.model"),
     "agent.words": Row("agent.model"),
     "agent.incidents": Row("agent.model"),
+    "agent.trend": Row("agent.model"),
     "agent.node": Row(
         "agent agent.evaluate agent.hardware agent.hardware.history agent.hardware.table agent.hardware.verdict"
         " agent.incidents agent.model agent.signals agent.windows agent.words"
@@ -115,7 +116,8 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sdnotify": Row("", "os socket time"),
     "agent.client": Row("", "http pathlib socket"),
     "agent.loop": Row(
-        "agent.model agent.node agent.notifiers agent.outbox agent.signals agent.store agent.web.metrics agent.windows",
+        "agent.model agent.node agent.notifiers agent.outbox agent.signals agent.store agent.trend agent.web.metrics"
+        " agent.windows",
         WORLD,
     ),
     "agent.daemon": Row(

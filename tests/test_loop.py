@@ -828,3 +828,23 @@ def test_gaps_are_not_saved_as_numbers(life: Life) -> None:
 
     assert list(agent.node.windows.history("llama", "kv_usage", 0)) == []
     assert len(list(agent.node.windows.history("llama", "running", 0))) == 3
+
+
+def test_the_curves_of_the_page_outlive_a_kill(life: Life) -> None:
+    """The agent was killed in the incident: the engineer still sees how the KV cache filled before it."""
+    life.rules = ("kv-cache-utilization",)
+    numbers = {"kv_usage": 0.25}
+    key = ("kv-cache-utilization", "llama")
+    life.start(Scripted("engine:llama", engine(numbers)))
+    life.tick(36)  # three minutes
+    numbers["kv_usage"] = 0.75
+    life.tick(12)
+    agent = life.start(Scripted("engine:llama", engine(numbers)))
+    numbers["kv_usage"] = 0.5
+    life.tick()
+    fine, day = agent.trend(3600.0, frozenset({key}))[key], agent.trend(86400.0)[key]
+    assert {value for _, value in fine} == {0.25, 0.75, 0.5}
+    assert life.clocks.unix - 5 * 60.0 <= fine[0][0]
+    assert 36 <= len(fine) <= 49  # the minute under way when it was killed may be lost
+    assert [value for _, value in day][-2:] == [0.75, 0.5]
+    assert len(day) <= 6
