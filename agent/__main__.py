@@ -360,6 +360,7 @@ def config_check(context: typer.Context, config: ConfigFile = None, as_json: AsJ
     from dataclasses import asdict
 
     from agent.config import DEFAULT_PATH, load_all, without_function
+    from agent.notifiers import not_installed
     from agent.signals import CATALOGUE
     from agent.strict import ConfigErrors
     from drills.config import drills_of
@@ -371,7 +372,7 @@ def config_check(context: typer.Context, config: ConfigFile = None, as_json: AsJ
         settings, ruleset = load_all(path, os.environ, CATALOGUE)
         drills_of(settings, ruleset.rules)
         count = f"{len(ruleset.rules)} rules, {len(ruleset.disabled)} disabled"
-        notes = [count, *ruleset.notes, *without_function(settings)]
+        notes = [count, *ruleset.notes, *without_function(settings), *not_installed(settings)]
     except ConfigErrors as errors:
         faults = errors.faults
     if as_json:

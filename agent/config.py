@@ -400,6 +400,13 @@ class SlackConfig(_Form, frozen=True):
     channel: str | None = None  # its id, or #name
 
 
+class AppriseConfig(_Form, frozen=True):
+    """`notify[].apprise`: exactly one of the two. Its address is a secret whole, so it is never written here."""
+
+    url_file: AbsolutePath | None = None
+    url_env: EnvName | None = None
+
+
 class HeartbeatConfig(_Form, frozen=True):
     """`notify[].heartbeat`: the dead man's switch; exactly one of the three addresses."""
 
@@ -425,13 +432,14 @@ class Quiet(_Form, frozen=True):
     zone: Zone = "UTC"
 
 
-ChannelKind = Literal["alertmanager", "webhook", "pagerduty", "slack", "heartbeat"]
-CHANNEL_KINDS: tuple[ChannelKind, ...] = ("alertmanager", "webhook", "pagerduty", "slack", "heartbeat")
+ChannelKind = Literal["alertmanager", "webhook", "pagerduty", "slack", "apprise", "heartbeat"]
+CHANNEL_KINDS: tuple[ChannelKind, ...] = ("alertmanager", "webhook", "pagerduty", "slack", "apprise", "heartbeat")
 # channel -> keys of which exactly one is written
 _ONE_OF: Mapping[ChannelKind, tuple[str, ...]] = {
     "webhook": ("url", "url_file", "url_env"),
     "pagerduty": ("routing_key_file", "routing_key_env"),
     "slack": ("token_file", "token_env", "webhook_file", "webhook_env"),
+    "apprise": ("url_file", "url_env"),
     "heartbeat": ("url", "url_file", "url_env"),
 }
 
@@ -443,6 +451,7 @@ class NotifyConfig(_Form, frozen=True):
     webhook: WebhookConfig | None = None
     pagerduty: PagerdutyConfig | None = None
     slack: SlackConfig | None = None
+    apprise: AppriseConfig | None = None
     heartbeat: HeartbeatConfig | None = None
     match: Match | None = None
     quiet: Quiet | None = None

@@ -26,7 +26,7 @@ from agent.config import Config, address_of, host_port, load_all, read_secret, s
 from agent.loop import Agent, Collector
 from agent.model import FoundEngine, Rule, Source
 from agent.node import Node, Setup
-from agent.notifiers import Needs, build_channels, channel_names
+from agent.notifiers import Needs, build_channels, channel_names, not_installed
 from agent.outbox import Outbox
 from agent.signals import CATALOGUE, Target
 from agent.sources.discovery import DiscoverySource
@@ -135,7 +135,7 @@ def build(config: Config, rules: RuleSet) -> Agent:
     sources = [*sources_of(config, shapes, learned.get("kernel_log")),
                *([DiscoverySource()] if config.discover else [])]
     agent = Agent(Node(setup_of(config, rules.rules)), Collector(sources), store,
-                  notes=[*without_function(config), *rules.notes])
+                  notes=[*without_function(config), *not_installed(config), *rules.notes])
     if config.discover:
         agent.adopt = lambda found: adopt(config, found, shapes.get(found.name))
     agent.restore()

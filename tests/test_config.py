@@ -182,6 +182,8 @@ def test_c108_misspelt_key_in_tocsin_yaml(tmp_path: Path) -> None:
         ("alertmanager: {urls: ['http://h']}, repeat: 4h", "Alertmanager has that itself"),
         ("alertmanager: {urls: ['http://h']}, quiet: {window: '20:00-08:00'}", "Alertmanager has that itself"),
         ("heartbeat: {url: 'http://h/'}, repeat: 4h", "a heartbeat has `every`"),
+        ("apprise: {url_file: /a, url_env: B}", "url_file and url_env are both written"),
+        ("apprise: {url: 'discord://a/b'}", "a secret must not stand in the configuration; write url_file: /path"),
         ("slack: {token_env: X}", "slack.channel: is missing: a bot's token reaches many"),
         ("slack: {webhook_env: X, channel: '#a'}", "slack.channel: is the webhook's own"),
         ("slack: {webhook_env: X, token_env: Y, channel: '#a'}", "token_env and webhook_env are both written"),

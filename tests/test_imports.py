@@ -97,8 +97,9 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sources.nvml_values": Row("agent.hardware.lines agent.model", "pynvml"),
     "agent.notifiers": Row(
         "agent agent.config agent.daytime agent.model agent.notifiers.alertmanager agent.notifiers.channel"
-        " agent.notifiers.heartbeat agent.notifiers.pagerduty agent.notifiers.slack agent.notifiers.webhook",
-        "fnmatch pathlib",
+        " agent.notifiers.chat agent.notifiers.heartbeat agent.notifiers.pagerduty agent.notifiers.slack"
+        " agent.notifiers.webhook",
+        "fnmatch importlib pathlib",
     ),
     "agent.notifiers.channel": Row("agent.model agent.retry_after", WORLD),
     "agent.notifiers.alertmanager": Row("agent.model agent.notifiers.channel"),
@@ -107,6 +108,8 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.notifiers.trial": Row("agent.model agent.notifiers", "time"),
     "agent.notifiers.pagerduty": Row("agent.model agent.notifiers.channel", "msgspec"),
     "agent.notifiers.slack": Row("agent.model agent.notifiers.channel", "msgspec"),
+    "agent.notifiers.chat": Row("agent.model agent.notifiers.channel agent.notifiers.slack", "pathlib subprocess sys"),
+    "agent.notifiers.apprise_send": Row("", "apprise logging requests sys"),  # a process of its own
     "agent.store": Row("agent.model", WORLD),
     "agent.outbox": Row("agent.model agent.notifiers.channel agent.store", WORLD),
     "agent.web": Row(),
@@ -364,7 +367,8 @@ def test_the_daemon_stays_small() -> None:
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = done.stderr.split()
     assert "agent.loop" in loaded, done.stdout
-    unwanted = {"agent.__main__", "agent.show", "agent.record", "click", "flask", "hypothesis", "pytest", "typer"}
+    unwanted = {"agent.__main__", "agent.show", "agent.record", "apprise", "click", "flask", "hypothesis", "pytest",
+                "typer"}
     assert sorted(unwanted.intersection(loaded)) == []
 
 

@@ -1,15 +1,20 @@
-"""PagerDuty and Slack: their limits, their answers, and that neither data nor secrets become anything else."""
+"""PagerDuty, Slack and what Apprise reaches: limits, answers, and neither data nor secrets become anything else."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agent.config import load_config
 from agent.model import AlertMessage, Notice, Rejected, Severity, TryLater
-from agent.notifiers import pagerduty, slack
+from agent.notifiers import Needs, build_channels, channel_names, chat, not_installed, pagerduty, slack
+from agent.notifiers.apprise_send import send, without
 from agent.notifiers.channel import BadMessage, Channel
+from agent.notifiers.chat import Chat
 from agent.notifiers.pagerduty import PagerDuty
 from agent.notifiers.slack import Slack
 from agent.notifiers.webhook import Webhook
@@ -52,8 +57,14 @@ def webhook(url: str) -> Webhook:
     return Webhook("webhook", lambda: url)
 
 
+def by_apprise(url: str) -> Chat:
+    """Whatever Apprise reaches, here its own JSON; in this process, since starting one for each is slow."""
+    return Chat("apprise", lambda: f"{url.replace('http', 'json')}/SECRETPART/?+X-Key={KEY}", send)
+
+
 # --- what an answer means, for all of them ----------------------------------------------------------------------------
 
+OLD_IMPORTS = pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")  # Apprise's, on 3.11
 MEANS = {202: "delivered", 301: "Rejected", 400: "BadMessage", 401: "Rejected", 403: "Rejected", 404: "Rejected",
          408: "TryLater", 410: "Rejected", 413: "BadMessage", 429: "TryLater", 500: "TryLater", 503: "TryLater"}
 
@@ -68,7 +79,8 @@ def outcome(make: Callable[[str], Channel], reply: Reply) -> tuple[str, str]:
     return "delivered", ""
 
 
-@pytest.mark.parametrize("make", [pager, by_webhook, by_bot, webhook])
+@OLD_IMPORTS
+@pytest.mark.parametrize("make", [pager, by_webhook, by_bot, webhook, by_apprise])
 def test_one_table_of_answers_for_all(make: Callable[[str], Channel]) -> None:
     """Each status means the same whoever sends; none of them tells a secret."""
     there = {"Location": "http://169.254.169.254/SECRETPART"}
@@ -198,3 +210,82 @@ def test_a_bot_reads_what_slack_says_in_its_200() -> None:
     (arrival,) = receiver.arrivals
     assert arrival.headers["Authorization"] == "Bearer xoxb-SECRETPART"
     assert arrival.json["channel"] == "#on-call"
+
+
+# --- Apprise ----------------------------------------------------------------------------------------------------------
+
+
+@OLD_IMPORTS
+def test_no_channel_follows_a_redirect() -> None:
+    """A chat server's open redirect led to 169.254.169.254: with the node's credentials in the answer, and logged."""
+    for make in (pager, by_webhook, by_bot, webhook, by_apprise):
+        with Receiver() as inside, Receiver() as receiver:
+            for status in (301, 302, 303, 307, 308):
+                receiver.script(Reply(status, {"Location": f"{inside.url}/latest/meta-data/SECRETPART"}))
+                with pytest.raises(Rejected, match="are not followed") as error:
+                    make(receiver.url).send([alert()], NOW)
+                assert "SECRETPART" not in str(error.value)
+            assert len(receiver.arrivals) == 5, make
+            assert inside.arrivals == []
+
+
+def test_a_process_of_its_own_sends(tmp_path: Path) -> None:
+    """As configured, through the real process: the address comes from a file, and `ps` shows nothing of it."""
+    with Receiver() as receiver:
+        (tmp_path / "url").write_text(f"json://127.0.0.1:{receiver.port}/hook/\n")
+        (tmp_path / "tocsin.yaml").write_text(f"notify: [{{apprise: {{url_file: {tmp_path}/url}}}}]\n")
+        config = load_config(tmp_path / "tocsin.yaml", {})
+        (route,) = build_channels(config, Needs(list, lambda: True), channel_names(config, {}))
+        route.channel.send([alert()], NOW)
+        route.channel.send([alert("resolved")], NOW)
+        fired, ended = (arrival.json for arrival in receiver.arrivals)
+    assert not_installed(config) == []
+    assert route.wants.severities == {"page", "ticket", "info"}
+    assert (fired["title"], fired["type"]) == (TEXTS["summary"], "failure")
+    assert fired["message"] == ("hot\nlook at the fans\nDo now: Look at the fans.\n"
+                                "Runbook: https://t.example/runbooks/x\n"
+                                "Alert: http://gpu-17:9959/alerts/gpu-temperature/GPU-8f6a")
+    assert (ended["title"], ended["type"]) == (f"Resolved: {TEXTS['summary']}", "success")
+
+
+@pytest.mark.parametrize(
+    ("told", "want", "said"),
+    [({"ok": True, "service": "Discord"}, None, ""),
+     ({"missing": True}, Rejected, "apprise is not installed; pip install 'tocsin[chat]'"),
+     ({"ok": False, "unknown": True}, Rejected, "Apprise knows no such address"),
+     ({"ok": False, "service": "Discord", "status": 429, "headers": {"Retry-After": "7"}}, TryLater, "429"),
+     ({"ok": True, "service": "Discord", "status": 302, "headers": {}}, Rejected, "redirects"),
+     ({"ok": False, "service": "Discord", "status": 200}, TryLater, "does not take that for a delivery"),
+     ({"ok": False, "service": "Matrix", "error": "ConnectTimeout"}, TryLater, "Matrix (by Apprise): ConnectTimeout"),
+     ({"ok": False, "service": "Email", "words": "Connection refused"}, TryLater, "not delivered: Connection refused")],
+)
+def test_what_apprise_s_process_tells(told: Mapping[str, Any], want: type[Exception] | None, said: str) -> None:
+    """It tells yes or no; which no decides whether a page is sent again or a person must mend something."""
+    channel = Chat("apprise", lambda: "json://x", lambda asked: told)
+    if want is None:
+        assert channel.send([alert()], NOW) == {}
+        return
+    with pytest.raises(want, match=re.escape(said)) as error:
+        channel.send([alert()], NOW)
+    assert getattr(error.value, "after_s", None) == (7.0 if told.get("status") == 429 else None)
+
+
+def test_apprise_missing_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The image had no Apprise, and the first to notice was the first page."""
+    (tmp_path / "tocsin.yaml").write_text("notify: [{apprise: {url_env: CHAT}}]\n")
+    monkeypatch.setattr("agent.notifiers.find_spec", lambda name: None)
+    assert not_installed(load_config(tmp_path / "tocsin.yaml", {})) == [f"notify: {chat.MISSING}"]
+
+
+def test_nothing_calls_a_whole_channel_elsewhere_either() -> None:
+    """Discord, Teams and Matrix have marks of their own for it; an address with @ in it stays readable."""
+    said = chat.asked(alert(summary="@everyone <@&4711> <!channel> @here", description="a@b.example").message, "u")
+    assert not re.search(r"@everyone|@here|<@|<!", said["title"])
+    assert said["body"].startswith("a@b.example")
+
+
+def test_apprise_s_words_without_the_address() -> None:
+    """`mailto://on-call:hunter2@mail.example` stood in /healthz, password and all."""
+    url = "mailtos://on-call:hunter%242@mail.example/ops@corp.example?smtp=relay.corp.example"
+    words = "A problem with relay.corp.example: hunter$2 of ON-CALL was refused (535) for ops@corp.example"
+    assert without(words, url) == "A problem with …: … of … was refused (535) for …"

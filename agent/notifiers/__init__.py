@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,13 +26,14 @@ from agent.config import (
 from agent.model import ROUTE, AlertMessage, IncidentMessage, Severity, TryLater
 from agent.notifiers.alertmanager import Alertmanager
 from agent.notifiers.channel import Channel, Hours
+from agent.notifiers.chat import MISSING, Chat
 from agent.notifiers.heartbeat import Heartbeat
 from agent.notifiers.pagerduty import EVENTS_URL, PagerDuty
 from agent.notifiers.slack import Slack
 from agent.notifiers.webhook import Webhook
 
-__all__ = ["NOTIFIERS", "Channel", "Needs", "Route", "Wanted", "build_channels", "channel_names", "owed_for_incidents",
-           "owed_to"]
+__all__ = ["NOTIFIERS", "Channel", "Needs", "Route", "Wanted", "build_channels", "channel_names", "not_installed",
+           "owed_for_incidents", "owed_to"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +106,18 @@ def _slack(name: str, item: NotifyConfig, needs: Needs) -> Channel:
     return Slack(name, _secret(file, env), config.channel)
 
 
+def _apprise(name: str, item: NotifyConfig, needs: Needs) -> Channel:
+    del needs
+    assert item.apprise is not None  # noqa: S101
+    return Chat(name, _secret(item.apprise.url_file, item.apprise.url_env))
+
+
 NOTIFIERS: Mapping[ChannelKind, Build] = {
     "alertmanager": _alertmanager,
     "webhook": _webhook,
     "pagerduty": _pagerduty,
     "slack": _slack,
+    "apprise": _apprise,
     "heartbeat": _heartbeat,
 }
 NO_ADDRESS = frozenset({"resend", "min_visible", "every"})  # keys of a channel that say how, not where
@@ -133,6 +142,12 @@ def channel_names(config: Config, known: Mapping[str, str]) -> dict[str, str]:
         names[identity] = gone[0] if len(gone) == len(new) == 1 else next(name for name in free if name not in taken)
         taken.add(names[identity])
     return names
+
+
+def not_installed(config: Config) -> list[str]:
+    """A sentence where a channel is configured whose library is not here."""
+    wanted = any(item.kind == "apprise" for item in config.notify)
+    return [f"notify: {MISSING}"] if wanted and find_spec("apprise") is None else []
 
 
 def _identities(config: Config) -> list[tuple[str, NotifyConfig]]:
