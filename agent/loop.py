@@ -249,6 +249,9 @@ class Agent:
             log.info("transition", rule=change.alert.rule, subject=change.alert.subject, state=change.kind,
                      value=change.alert.value, limit=change.alert.limit, severity=change.alert.severity,
                      why=change.why or None)
+        for engine in self.node.newly_bound:
+            mark, bound = self.node.marks[engine], self.node.bounds[engine]
+            log.info("binds_changed", engine=engine, by=mark.by, was=mark.was, since=mark.since, why=bound.why)
         if notices and self.outbox is not None:
             self.outbox.wake()
         self._ticked_mono, self._tick_at = mono, now
@@ -610,7 +613,8 @@ def doctor_report(node: Node, slots: Mapping[str, Slot], mono: float) -> dict[st
                         "kind": facts.kind, "model": facts.model, "build": facts.build,
                         "engines": list(facts.engines), "error": slot.last.error if slot and slot.last else None,
                         "found": [f._asdict() | {"required": f.name in required} for f in facts.found],
-                        "notes": node.advice(target.name)})
+                        "notes": node.advice(target.name),
+                        "binds": node.bound_rows(target.name) if target.name in node.scene.targets else []})
     routers = [{"target": name, "url": getattr(slots[source].source, "url", None), "kind": facts.kind, "model": None,
                 "build": facts.build, "engines": [], "error": _error_of(slots[source]),
                 "found": [f._asdict() | {"required": False} for f in facts.found]}

@@ -183,6 +183,7 @@ SAMPLES: Mapping[str, Kind] = {
     "asleep": "gauge",  # 0 or 1
     "prefix_caching": "gauge",  # 0 or 1
     "kv_blocks": "gauge",  # blocks in the KV cache
+    "kv_block_tokens": "gauge",  # tokens in one of them
     "preemptions": "counter",
     "ttft": "histogram",  # s
     "itl": "histogram",  # s

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
+from agent import binds, incidents, words
 from agent import evaluate as machine
-from agent import incidents, words
 from agent import signals as catalogue
 from agent.hardware import verdict as gpu_verdict
 from agent.hardware.history import History
@@ -89,6 +89,7 @@ class Learned:
     kernel_log: dict[str, Any] = field(default_factory=dict)  # up to where it was read
     gpu_count: int = 0  # the most that were seen at once
     nvlinks: dict[str, int] = field(default_factory=dict)  # uuid -> bit mask of links that were up in this boot
+    marks: dict[str, dict[str, Any]] = field(default_factory=dict)  # engine -> what binds it since when, a binds.Mark
 
 
 class Node:
@@ -118,6 +119,9 @@ class Node:
         self.incidents: Mapping[str, Incident] = {}
         self.incident_changes: Sequence[tuple[incidents.Change, Incident]] = ()
         self.scene = Scene(self.windows, 0.0, setup.node, setup.slo, {})  # nothing is known before the first step
+        self.bounds: dict[str, binds.Bound] = {}  # engine -> what binds it, as of the last step
+        self.marks: dict[str, binds.Mark] = {}
+        self.newly_bound: list[str] = []  # engines that the last step found bound by something else than before
 
     # --- learning ---------------------------------------------------------------------------------------------------
 
@@ -127,6 +131,7 @@ class Node:
         self.learned = Learned(**{k: v for k, v in learned.items() if k in Learned.__dataclass_fields__})
         self.incidents = {name: incidents.from_plain(told) for name, told in self.learned.incidents.items()}
         self.history = History.restored(self.learned.hardware)
+        self.marks = {engine: binds.Mark(**told) for engine, told in self.learned.marks.items()}
         configured = {target.name for target in self.setup.targets} | self.learned.found.keys()
         for name in [n for n in self.learned.targets if n not in configured]:
             del self.learned.targets[name]
@@ -350,6 +355,7 @@ class Node:
         self.signals = catalogue.compute(self.scene, rules, self.book.resolved_at)
         book, transitions = machine.evaluate(self.book, rules, self.signals, now, dt_s, poll_s=self.setup.poll_s,
                                              limit_of=self.limit_of, severity_of=self.severity_of)
+        self._bind(now)
         alerts = dict(book.alerts)
         named = []
         for change in transitions:
@@ -361,6 +367,16 @@ class Node:
         self.book = Book(alerts, book.resolved_at)
         self._group(now)
         return named
+
+    def _bind(self, now: float) -> None:
+        """What binds each engine now, and since when."""
+        kinds = {target: facts.kind for target, facts in self.facts.items()}
+        self.bounds = {engine: binds.judge(binds.look(self.scene, target, engine, kinds.get(target.name, "unknown")))
+                       for target in self.scene.targets.values() for engine in target.engines}
+        before = self.marks
+        self.marks = {engine: binds.mark(before.get(engine), bound.by, now) for engine, bound in self.bounds.items()}
+        self.newly_bound = [e for e, mark in self.marks.items() if e in before and mark.by != before[e].by]
+        self.learned.marks = {engine: asdict(mark) for engine, mark in self.marks.items()}
 
     def _group(self, now: float) -> None:
         """Which alert is of which incident from now on."""
@@ -577,7 +593,19 @@ class Node:
     def check(self, since_s: float = 0.0) -> dict[str, Any]:
         """The contract of `tocsin check --json`; the last step was `since_s` ago."""
         rows = [self._row(key, signal, since_s) for key, signal in self.signals.items()]
-        return {"verdict": verdict(rows), "why": None, "node": self.setup.node, "at": self.scene.now, "signals": rows}
+        return {"verdict": verdict(rows), "why": None, "node": self.setup.node, "at": self.scene.now, "signals": rows,
+                "binds": self.bound_rows()}
+
+    def bound_rows(self, target: str | None = None) -> list[dict[str, Any]]:
+        """What binds each engine, or those of one target; `by` is stable, `since` and `was` come from a minute or more.
+
+        `by` is of this moment; where it differs from `held`, which has been so since `since`, it has not lasted yet.
+        """
+        engines = self.bounds if target is None else self.scene.targets[target].engines
+        return [{"engine": bound.engine, "by": bound.by, "name": bound.name, "why": bound.why,
+                 "knob": bound.knob or None, "no_help": bound.no_help or None, "held": mark.by, "since": mark.since,
+                 "was": mark.was, "evidence": dict(bound.evidence)}
+                for engine in engines if (bound := self.bounds.get(engine)) and (mark := self.marks.get(engine))]
 
     def gpus_report(self, since_s: float = 0.0) -> dict[str, Any]:
         """The contract of `tocsin check --gpus --json`: a verdict on each GPU."""

@@ -21,6 +21,8 @@ from agent.windows import LATE_INTERVALS
 READ_WITHIN_S = 5.0  # the longest that one read of any source may take
 ROUNDS = 5  # at least: three failed reads in a row are an engine that is down
 SHORTEST_POLL_S = 0.5
+DOCTOR_ROUNDS = 2  # reads after the first
+DOCTOR_POLL_S = 1.0
 
 
 def sample(config: Config, watch_for_s: float, progress: Callable[[str], None], *, gpus: bool = False,
@@ -115,11 +117,14 @@ def doctor(config: Config, urls: Sequence[str]) -> dict[str, Any]:
         engines = tuple(EngineConfig(url=url) for url in dict.fromkeys(map(_address, urls)))
         config = Config(engines=engines, nvml=config.nvml, node=config.node, discover=False)
     config, seen = _discovered(config)
-    node, sources = _prepare(config, config.poll)
+    node, sources = _prepare(config, min(config.poll, DOCTOR_POLL_S))
     node.see(seen.found, time.time())
     collector = Collector(sources)
     try:
         errors = _round(node, collector, READ_WITHIN_S)
+        for _ in range(DOCTOR_ROUNDS if any(node.windows.keys_now(e, "running") for e in node.bounds) else 0):
+            time.sleep(node.setup.poll_s)  # what binds an engine is seen by what moves between two reads
+            _round(node, collector, GRACE_S)
         return doctor_report(node, collector.slots, time.monotonic()) | {
             "looked_for": [*([] if urls else seen.said), *_looked_for(config, sources, errors)]}
     finally:

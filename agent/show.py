@@ -196,12 +196,28 @@ def check_report(answer: Answer, *, show_all: bool) -> Report:
         report.append(f"{len(rest) - len(shown)} of the rest are in range, idle or not applicable; --all shows them.")
     looked = answer.get("looked_for") or ()
     report += [f"Looked for {clean(what)}" for what in looked]
+    report += binds_lines(answer.get("binds") or (), answer.get("at"))
     report.append(verdict_line(answer))
     report += [f"Mind: {clean(answer['why'])}"] if answer.get("why") and answer["verdict"] != "unknown" else []
     loud = sorted((s for s in signals if s["state"] in LOUD), key=_loudest_first)
     if loud and loud[0].get("action"):
         report.append(f"Do: {clean(loud[0]['action'])}")
     return report
+
+
+def binds_lines(rows: Sequence[Answer], at: float | None) -> list[str]:
+    """What binds each engine, the number that shows it, the one knob, what would not help, and when it changed."""
+    lines = []
+    for row in rows:
+        age_s = (at or row["since"]) - row["since"]
+        since = f" for {span(round(age_s))}" if row["by"] == row["held"] and age_s >= 1 else ""
+        was = f" (before: {row['was']})" if row["by"] == row["held"] and row.get("was") else ""
+        was = f" (just now; before: {row['held']})" if row["by"] != row["held"] else was
+        line = f"What binds {row['engine']}: {str(row['name']).upper()}{since}{was}: {row['why']}."
+        line += f" Turn: {row['knob']}." if row.get("knob") else ""
+        line += f" Would not help: {row['no_help']}." if row.get("no_help") else ""
+        lines.append(clean(line))
+    return lines
 
 
 # ---- tocsin check --gpus ----
@@ -315,6 +331,7 @@ def doctor_report(answer: Answer) -> Report:
     for target in answer["targets"]:
         told = tuple(target.get(key) for key in ("target", "url", "kind", "model"))
         report.append(_found_table(told, target.get("found") or ()))
+        report += binds_lines(target.get("binds") or (), None)
         report += [f"{'MIND':8} {clean(note)}" for note in target.get("notes") or ()]
         if target.get("error"):
             report.append(f"MISSING  target {clean(target.get('target'))}: {clean(target['error'])}")

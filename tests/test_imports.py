@@ -48,9 +48,10 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.words": Row("agent.model"),
     "agent.incidents": Row("agent.model"),
     "agent.trend": Row("agent.model"),
+    "agent.binds": Row("agent.model agent.signals agent.words"),
     "agent.node": Row(
-        "agent agent.evaluate agent.hardware agent.hardware.history agent.hardware.table agent.hardware.verdict"
-        " agent.incidents agent.model agent.signals agent.windows agent.words"
+        "agent agent.binds agent.evaluate agent.hardware agent.hardware.history agent.hardware.table"
+        " agent.hardware.verdict agent.incidents agent.model agent.signals agent.windows agent.words"
     ),
     "agent.engines": Row("agent.model", "importlib msgspec yaml"),  # its maps, read from the package
     "agent.engines.trtllm_json": Row("agent.exposition agent.model", "msgspec"),

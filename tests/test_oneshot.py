@@ -213,17 +213,34 @@ def test_doctor_of_nobody_exits_3(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("urls", "want"), [
     (["{url}", "{url}"], 1), (["{url}", "{url}/"], 1), (["{url}/metrics"], 1)])
-def test_doctor_takes_an_address_as_a_person_writes_it(engine: PageServer, urls: Sequence[str], want: int) -> None:
-    """Twice, with a slash, with /metrics: one target, read once."""
+def test_doctor_takes_an_address_as_a_person_writes_it(
+    engine: PageServer, urls: Sequence[str], want: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, with a slash, with /metrics: one target, read three times to see what moves."""
+    monkeypatch.setattr(oneshot, "DOCTOR_POLL_S", 0.01)
     report = oneshot.doctor(config(), [url.format(url=engine.url) for url in urls])
 
     assert len(report["targets"]) == want
     assert report["targets"][0]["error"] is None
-    assert engine.scrapes == 1
+    assert engine.scrapes == 1 + oneshot.DOCTOR_ROUNDS
 
 
-def test_doctor_takes_an_address_without_a_scheme(engine: PageServer) -> None:
+def test_doctor_takes_an_address_without_a_scheme(engine: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """host:port, as ss and curl have it."""
+    monkeypatch.setattr(oneshot, "DOCTOR_POLL_S", 0.01)
     report = oneshot.doctor(config(), [engine.url.removeprefix("http://")])
 
     assert [(t["target"], t["error"]) for t in report["targets"]] == [(engine.url.removeprefix("http://"), None)]
+
+
+def test_doctor_says_what_binds_an_engine_without_agent_or_configuration(
+    engine: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One command and an address: KV full, four wait, and the knob that belongs to it."""
+    monkeypatch.setattr(oneshot, "DOCTOR_POLL_S", 0.01)
+    page = full(0.93)
+    engine.set_page(lambda: page().replace('waiting{model_name="m"} 0', 'waiting{model_name="m"} 4'))
+
+    bound = oneshot.doctor(config(), [engine.url])["targets"][0]["binds"][0]
+
+    assert (bound["by"], bound["knob"][:14]) == ("kv-bound", "more KV blocks")
