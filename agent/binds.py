@@ -151,7 +151,7 @@ def _hardware(seen: Seen) -> Bound | None:
     return Bound(
         seen.engine, "hardware-bound",
         f"GPU {held.number} was slowed by {held.by} in {quantity(held.held, 'ratio')} of the last"
-        f" {span(seen.window_s)}{heat}{clock}{others}",
+        f" {span(round(seen.window_s))}{heat}{clock}{others}",
         "", "any flag of the engine: cool or feed that GPU, or move its load",
         {"gpu": held.number, "held": held.held, "by": held.by, "sm_clock_mhz": held.clock_mhz, "temp_c": held.temp_c})
 
@@ -162,7 +162,7 @@ def _idle(seen: Seen) -> Bound | None:
         return None
     if seen.router_queue:
         return None
-    return Bound(seen.engine, "idle", f"nothing ran or waited in the last {span(seen.window_s)}")
+    return Bound(seen.engine, "idle", f"nothing ran or waited in the last {span(round(seen.window_s))}")
 
 
 def _stands(seen: Seen) -> Bound | None:
@@ -171,7 +171,7 @@ def _stands(seen: Seen) -> Bound | None:
         return _cannot(seen, f"{seen.reads[-1].waiting:.0f} wait and none runs; see engine-stuck")
     told = (seen.generation_tokens, seen.prompt_tokens, seen.ttft_n, seen.itl_n)
     if all(read.running > 0 for read in seen.reads) and any(n is not None for n in told) and not any(told):
-        return _cannot(seen, f"{seen.reads[-1].running:.0f} run and no token came in {span(seen.window_s)};"
+        return _cannot(seen, f"{seen.reads[-1].running:.0f} run and no token came in {span(round(seen.window_s))};"
                              " a long prompt, or see engine-stuck")
     return None
 
@@ -185,7 +185,7 @@ def _kv(seen: Seen) -> Bound | None:
         return None
     said = f"KV cache {quantity(kv, 'ratio')} full" + (f", {_most(seen, 'waiting'):.0f} wait" if waits else "")
     if seen.preemptions:  # vLLM counts one at its victim's next output, when the cache may be empty again
-        said += f", {seen.preemptions:.0f} preempted in {span(seen.window_s)}"
+        said += f", {seen.preemptions:.0f} preempted in {span(round(seen.window_s))}"
     fits = concurrency_that_fits(seen)
     flags = FLAGS.get(seen.kind, ANY)
     room = "" if fits is None else f" (at this length {fits} fit under {quantity(KV_FULL, 'ratio')})"

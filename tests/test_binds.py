@@ -184,7 +184,7 @@ def test_a_line_for_people() -> None:
            "knob": "more KV blocks: --x", "no_help": "a larger --y", "held": "kv-bound", "since": 100.0,
            "was": "decode-bound"}
     assert binds_lines([row], 220.0)[0] == (
-        "What binds llama: KV-BOUND for 2 min (before: decode-bound): KV cache 97 % full, 9 wait. Turn: more KV blocks: --x."
-        " Would not help: a larger --y.")
+        "What binds llama: KV-BOUND for 2 min (before: decode-bound): KV cache 97 % full, 9 wait. Turn: more KV blocks:"
+        " --x. Would not help: a larger --y.")
     assert binds_lines([{**row, "held": "idle", "knob": None, "no_help": None}], 220.0) == [
         "What binds llama: KV-BOUND (just now; before: idle): KV cache 97 % full, 9 wait."]
