@@ -34,12 +34,14 @@ from agent.sources.engine import EngineSource
 from agent.sources.fetch import is_local
 from agent.sources.gpu_devices import GpuDevices
 from agent.sources.kernel_log import KernelLog
+from agent.sources.pods import PodsSource
 from agent.sources.probe import CanarySource
 from agent.sources.router import RouterSource
 from agent.store import Store, StoreError
 from agent.strict import ConfigErrors
 from agent.web.app import PRIVATE, PUBLIC, allowed_hosts, make_app
 from agent.web.server import CannotServe, Server, serve_tcp, serve_unix
+from drills import cluster
 from rules import RuleSet, severity_of
 
 log = structlog.get_logger()
@@ -66,7 +68,7 @@ def setup_of(config: Config, rules: Sequence[Rule], *, clip_windows: bool = Fals
 
 def adopt(config: Config, found: FoundEngine, shape: bool | None) -> tuple[Target, Source]:
     """An engine that nobody configured, as a target and its source."""
-    target = Target(found.name, (), slo_for(config), address=found.name, port=found.port)
+    target = Target(found.name, (), slo_for(config), address=address_of(found.url), port=found.port)
     return target, EngineSource(found.name, found.url, kind=found.kind, shape=shape)
 
 
@@ -95,6 +97,16 @@ def sources_of(config: Config, shapes: dict[str, bool], cursor: Mapping[str, Any
         path = None if config.kernel_log == "auto" else Path(config.kernel_log)
         sources.append(KernelLog(path, cursor, undated=once))
     return sources
+
+
+def discoveries(config: Config, env: Mapping[str, str]) -> list[Source]:
+    """Who looks for engines: in the processes of this machine, and where we are a pod with an account, in its pods."""
+    if not config.discover:
+        return []
+    found: list[Source] = [DiscoverySource()]
+    if env.get("NODE_NAME") and cluster.configured():  # a person's KUBECONFIG alone makes this machine no node
+        found.append(PodsSource(env["NODE_NAME"]))
+    return found
 
 
 def canaries_of(config: Config) -> list[Source]:
@@ -132,8 +144,7 @@ def build(config: Config, rules: RuleSet) -> Agent:
     learned = store.meta("learned") or {}
     shapes = {name: len(known["engines"]) > 1 or known["engines"][0] != name
               for name, known in (learned.get("targets") or {}).items() if known.get("engines")}
-    sources = [*sources_of(config, shapes, learned.get("kernel_log")),
-               *([DiscoverySource()] if config.discover else [])]
+    sources = [*sources_of(config, shapes, learned.get("kernel_log")), *discoveries(config, os.environ)]
     agent = Agent(Node(setup_of(config, rules.rules)), Collector(sources), store,
                   notes=[*without_function(config), *not_installed(config), *rules.notes])
     if config.discover:

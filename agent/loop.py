@@ -182,7 +182,7 @@ class Agent:
         self.node, self.collector, self.store = node, collector, store
         self.notes = list(notes)
         self.adopt: Adopt | None = None  # None: what discovery finds is not read
-        self._adopted: dict[str, str] = {}  # engine that discovery found -> its kind
+        self._adopted: dict[str, tuple[str, str]] = {}  # engine that discovery found -> its kind and address
         self.routes: Sequence[Route] = ()
         self.outbox: Outbox | None = None
         self._clock, self._monotonic = clock, monotonic
@@ -230,7 +230,7 @@ class Agent:
             with self._lock:
                 for batch in batches:
                     self.node.take(batch)
-                self._follow(now, next((b.found for b in batches[::-1] if b.found is not None), None))
+                self._follow(now, {b.source: b.found for b in batches if b.found is not None})
                 for address, readings in self._probed.items():
                     self.node.take_user(address, readings, readings[0].at)
                 self._probed = {}
@@ -256,28 +256,30 @@ class Agent:
             self.outbox.wake()
         self._ticked_mono, self._tick_at = mono, now
 
-    def _follow(self, now: float, found: Sequence[FoundEngine] | None) -> None:
-        """Read what discovery found; leave what has ended and not come back for 10 m."""
+    def _follow(self, now: float, looks: Mapping[str, Sequence[FoundEngine]]) -> None:
+        """Read what the discoveries found; leave what has ended and not come back for 10 m."""
         if self.adopt is None:
             return
-        if found is not None:
-            self.node.see(found, now)
-        for name, engine in self.node.found_engines().items():
+        for by, found in looks.items():
+            self.node.see(found, now, by)
+        engines = self.node.found_engines()
+        for name, engine in engines.items():
             known = self._adopted.get(name)
-            if known == engine.kind:
+            if known == (engine.kind, engine.url):
                 continue
             if known is not None:
-                self.collector.remove(f"engine:{name}")  # another engine listens there now
-            self._adopted[name] = engine.kind
+                self.collector.remove(f"engine:{name}")  # another engine listens there now, or it is elsewhere
+            self._adopted[name] = (engine.kind, engine.url)
             target, source = self.adopt(engine)
             self.node.add_target(target)
             self.collector.add(source)
             log.info("engine_found", engine=name, kind=engine.kind, how=engine.how)
-        for name in self.node.lost_engines(now) if found is not None else ():
+        gone = self.node.lost_engines() if looks else []
+        for name in dict.fromkeys([*gone, *(self._adopted.keys() - engines.keys())]):
             self.node.drop_target(name)
             self.collector.remove(f"engine:{name}")
             del self._adopted[name]
-            log.info("engine_gone", engine=name, text="its process has ended and not come back")
+            log.info("engine_gone", engine=name, text="it has ended and not come back")
 
     def _hold_canaries(self) -> None:
         """An engine that sleeps is asked nothing: the question would wake it, or fail."""

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, Literal, NamedTuple, Protocol
 
 Severity = Literal["page", "ticket", "info"]
-SubjectKind = Literal["engine", "target", "gpu", "node", "group", "user", "any"]
+SubjectKind = Literal["engine", "target", "gpu", "node", "group", "user", "workload", "any"]
 SEVERITY_RANK: Mapping[str, int] = {"info": 0, "ticket": 1, "page": 2}
 
 
@@ -103,7 +103,11 @@ class GpuFacts:
 
 
 class FoundEngine(NamedTuple):
-    """An engine that discovery found. `pids`: its processes; `ranks`: process -> rank, where it says so."""
+    """An engine that discovery found. `pids`: its processes; `ranks`: process -> rank, where it says so.
+
+    `pod`: the uid of the pod that it is, where that is known; `workload`: then its subject is `namespace/workload#n`,
+    with the lowest `n` that is free on this node.
+    """
 
     name: str  # host:port, the subject that it gets
     url: str
@@ -112,6 +116,20 @@ class FoundEngine(NamedTuple):
     port: int
     pids: tuple[int, ...] = ()
     ranks: Mapping[int, int] = {}
+    pod: str = ""
+    workload: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PodFacts:
+    """A pod on this node, as the API tells, or the kubelet, which knows no uid. `gpus`: the UUIDs that it was given."""
+
+    namespace: str
+    name: str
+    uid: str = ""
+    phase: str = ""  # Pending, Running, Succeeded, Failed; "": not told
+    stopping: bool = False  # it was asked to stop
+    gpus: tuple[str, ...] = ()
 
 
 EventKind = Literal["xid", "sxid", "lost", "map", "limited", "forged", "overrun", "boot"]
@@ -155,6 +173,8 @@ class Batch:
     hung_s: float = 0.0
     router: EngineFacts | None = None  # what a router says of itself; it has no engines
     found: tuple[FoundEngine, ...] | None = None  # engines on this machine, where one looked for them
+    pods: tuple[PodFacts, ...] | None = None  # of this node, where one looked for them
+    workloads: tuple[str, ...] | None = None  # namespace/name of those that are watched in the whole cluster
     events: tuple[Event, ...] = ()
     cursor: Mapping[str, Any] | None = None
 
@@ -271,6 +291,11 @@ SAMPLES: Mapping[str, Kind] = {
     "gpus_proc": "gauge",  # in /proc/driver/nvidia/gpus
     "gpus_dev": "gauge",  # /dev/nvidia0, 1, …
     "nvml_error": "gauge",  # NVML's number of why it does not start (subject: "nvml")
+    "gpus_allocatable": "gauge",  # that the kubelet would give to pods (subject: "kubelet")
+    # of a workload in Kubernetes (subject: namespace/name)
+    "replicas_desired": "gauge",
+    "replicas_ready": "gauge",
+    "rollout": "gauge",  # 1 while one progresses
     # of what users see (subject: the address that they use), told by a prober from outside
     "user_ttft": "histogram",  # s
     "user_itl": "histogram",  # s

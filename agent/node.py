@@ -34,6 +34,7 @@ from agent.model import (
     Gap,
     GpuFacts,
     IncidentMessage,
+    PodFacts,
     Rule,
     Sample,
     Severity,
@@ -104,6 +105,9 @@ class Node:
         self.signals: dict[AlertKey, Signal] = {}
         self.facts: dict[str, EngineFacts] = {}
         self.routers: dict[str, EngineFacts] = {}
+        self._looked_at: dict[str, float] = {}  # discovery -> when it last told what there is
+        self._pods: dict[str, tuple[PodFacts, ...]] = {}  # who tells -> pods of this node
+        self.workloads: tuple[str, ...] = ()  # that are watched in the whole cluster
         self.pids: dict[int, FoundEngine] = {}  # port -> the engine on this machine that listens there
         self.gpus: dict[str, GpuFacts] = {}
         self.gpu_seen_at: dict[str, float] = {}
@@ -156,6 +160,7 @@ class Node:
             self._take_engine(batch.engine, batch.at)
         if batch.source.startswith("canary:"):
             self.users |= {reading.subject: batch.at for reading in batch.readings if reading.name == "user_requests"}
+        self._take_kubernetes(batch)
         if batch.router is not None:
             self.routers[batch.router.target] = batch.router
         for gpu in batch.gpus or ():
@@ -166,6 +171,12 @@ class Node:
         if batch.gpus is not None and batch.error is None:  # () says that there is none, a failed read says nothing
             for uuid in [u for u in self.gpus if batch.at - self.gpu_seen_at.setdefault(u, batch.at) > GONE_S]:
                 self._forget_gpu(uuid)
+
+    def _take_kubernetes(self, batch: Batch) -> None:
+        if batch.pods is not None:
+            self._pods[batch.source] = batch.pods
+        if batch.workloads is not None:
+            self.workloads = batch.workloads
 
     def _take_hardware(self, reading: Sample | Gap) -> None:
         """Learn what is usual here, and when a GPU began anew."""
@@ -195,26 +206,73 @@ class Node:
         self.users[address] = at
         self.windows.ingest(Batch(f"user:{address}", at, 0.0, tuple(readings)))
 
-    def see(self, found: Sequence[FoundEngine], at: float) -> None:
-        """What discovery sees now. What is configured is read as configured; of it only the processes are learnt."""
+    def see(self, found: Sequence[FoundEngine], at: float, by: str = "discovery") -> None:
+        """What a discovery sees now. What is configured is read as configured; of it only the processes are learnt."""
+        self._looked_at[by] = at
         ports = {target.port for target in self.setup.targets if target.name not in self.learned.found and target.port}
         addresses = {target.address for target in self.setup.targets if target.name not in self.learned.found}
+        addresses |= {_address(known) for known in self.learned.found.values() if known.get("by", by) != by}
         for engine in found:
-            self.pids[engine.port] = engine
+            if engine.port:
+                self.pids[engine.port] = engine
             if engine.name in addresses or engine.port in ports:
                 self.learned.found.pop(engine.name, None)
             else:
-                self.learned.found[engine.name] = {"url": engine.url, "kind": engine.kind, "how": engine.how,
-                                                   "port": engine.port, "seen_at": at}
+                self._learn_found(engine, at, by)
+        self._note_stopping(at)
+
+    def _learn_found(self, engine: FoundEngine, at: float, by: str) -> None:
+        name = self._pod_subject(engine) if engine.workload else engine.name
+        before = self.learned.found.get(name, {})
+        known = {"url": engine.url, "kind": engine.kind, "how": engine.how, "port": engine.port, "seen_at": at,
+                 "by": by, "pod": engine.pod, "stopping_at": None}
+        if engine.pod and engine.pod == before.get("pod"):
+            known["stopping_at"] = before.get("stopping_at")
+        elif engine.pod and before:  # another pod in its place: it begins anew
+            self.learned.targets.setdefault(name, {}).update(first_seen_at=at, ever_up=False)
+        self.learned.found[name] = known
+
+    def _pod_subject(self, engine: FoundEngine) -> str:
+        """`namespace/workload#n`: a pod keeps its n, a new one gets the lowest that no pod of this node has."""
+        here = {pod.uid for pod in self.pods("pods")}
+        number = 0
+        while known := self.learned.found.get(f"{engine.workload}#{number}"):
+            if known.get("pod") == engine.pod or known.get("pod") not in here:
+                break
+            number += 1
+        kept = (name for name, known in self.learned.found.items()
+                if known.get("pod") == engine.pod and name.rpartition("#")[0] == engine.workload)
+        return next(kept, f"{engine.workload}#{number}")
+
+    def _note_stopping(self, at: float) -> None:
+        """Note whose pod was told to stop, or is gone from the API; one that failed was not told."""
+        pods = {pod.uid: pod for pod in self.pods("pods")}
+        for known in self.learned.found.values():
+            uid = known.get("pod")
+            if not uid or known["by"] != "pods" or "pods" not in self._looked_at:
+                continue
+            pod = pods.get(uid)
+            if pod is None:  # scaled away perhaps: it is let go of in 10 m, and never down
+                known["stopping_at"] = at
+            elif pod.stopping:
+                known["stopping_at"] = known.get("stopping_at") or at
+
+    def pods(self, by: str = "") -> list[PodFacts]:
+        """The pods of this node, as one source tells, or as all do."""
+        return [pod for source, pods in self._pods.items() if by in ("", source) for pod in pods]
 
     def found_engines(self) -> dict[str, FoundEngine]:
         """The engines that discovery found, those of before a restart of ours included."""
         return {name: FoundEngine(name, known["url"], known["kind"], known["how"], known["port"])
                 for name, known in self.learned.found.items()}
 
-    def lost_engines(self, now: float) -> list[str]:
-        """Those whose process has ended and not come back; what depends on them closes."""
-        return [name for name, known in self.learned.found.items() if now - known["seen_at"] > GONE_S]
+    def lost_engines(self) -> list[str]:
+        """Those whose process or pod has ended and not come back; what depends on them closes.
+
+        By the looks of who found it: one that is told nothing any more has seen nothing end.
+        """
+        return [name for name, known in self.learned.found.items()
+                if self._looked_at.get(known.get("by", "discovery"), 0.0) - known["seen_at"] > GONE_S]
 
     def add_target(self, target: Target) -> None:
         """One more target, as discovery found it."""
@@ -232,11 +290,41 @@ class Node:
     def _gpus_of(self, target: Target) -> tuple[int, ...]:
         """The GPUs of a target, by rank where its processes tell theirs: as configured, else by NVML's processes."""
         engine = self.pids.get(target.port)
-        if target.gpus or engine is None:
-            return target.gpus
+        given = self._gpus_given(self._pod_of(target.name))
+        if target.gpus or given:
+            return target.gpus or tuple(sorted(given))
+        if engine is None:
+            return ()
         on = {gpu.index: set(gpu.pids) & set(engine.pids) for gpu in self.gpus.values()}
         rank = {index: min((engine.ranks.get(pid, len(on)) for pid in pids), default=0) for index, pids in on.items()}
         return tuple(sorted((index for index, pids in on.items() if pids), key=lambda index: (rank[index], index)))
+
+    def _pod_of(self, name: str) -> PodFacts | None:
+        """The pod that a target is, as far as it is known."""
+        uid = self.learned.found.get(name, {}).get("pod")
+        return None if not uid else next((pod for pod in self.pods() if pod.uid == uid), None)
+
+    def _gpus_given(self, pod: PodFacts | None) -> list[int]:
+        """The indices of the GPUs that a pod was given, as the kubelet tells."""
+        if pod is None:
+            return []
+        uuids = {uuid for one in self.pods() if (one.namespace, one.name) == (pod.namespace, pod.name)
+                 for uuid in one.gpus}
+        return [gpu.index for gpu in self.gpus.values() if gpu.uuid in uuids]
+
+    def pods_of(self, subject: str) -> list[PodFacts]:
+        """The pods that an alert of this subject touches: the engine's own, or those on a GPU, Running or not."""
+        target = self.scene.target_of(subject)
+        own = None if target is None else self._pod_of(target.name)
+        if own is not None:
+            return [own]
+        if subject not in self.gpus and subject not in self.gone:
+            return []
+        on = [pod for pod in self.pods() if subject in pod.gpus]
+        owners = (self._pod_of(t.name) for t in self.scene.targets.values()
+                  if subject in self.gpus and self.gpus[subject].index in t.gpus)
+        on += [pod for pod in owners if pod is not None]
+        return list({(pod.namespace, pod.name): pod for pod in on}.values())
 
     def advice(self, name: str) -> list[str]:
         """What a person should know of a target beside its numbers: what nothing here can see, and what would."""
@@ -298,6 +386,7 @@ class Node:
             known = self.learned.targets.setdefault(target.name, {"first_seen_at": now})
             # one that never told its engines is judged as one engine: what is not known of it has a row and a reason
             found[target.name] = replace(target, engines=tuple(known.get("engines", (target.name,))),
+                                         stopping_at=self.learned.found.get(target.name, {}).get("stopping_at"),
                                          gpus=self._gpus_of(target), first_seen_at=known["first_seen_at"],
                                          ever_up=known.get("ever_up", False))
         return found
@@ -311,7 +400,7 @@ class Node:
         return Scene(self.windows, now, self.setup.node, self.setup.slo, targets, self.gpus, self.sources, users,
                      self.learned.told, full, watched_s, tuple(self.routers), self.history, self.setup.xid_severity,
                      self.learned.gpu_count if self.setup.gpus_expected is None else self.setup.gpus_expected,
-                     self.learned.nvlinks)
+                     self.learned.nvlinks, self.workloads)
 
     def _fold(self) -> None:
         """Take what happened into the history, now that every source of this tick has told which GPU is where."""
@@ -524,6 +613,12 @@ class Node:
             texts["runbook_url"] = f"{self.setup.external_url}/runbooks/{rule.id}"
         else:  # no link that a phone could open: then what to type
             texts["description"] += f"\nOn {self.setup.node}: tocsin check"
+        pods = self.pods_of(alert.subject)
+        if pods:
+            texts["pod"] = ", ".join(pod.name for pod in pods)
+            texts["namespace"] = ", ".join(dict.fromkeys(pod.namespace for pod in pods))
+            texts["description"] += "\nAffected: " + ", ".join(
+                f"pod {pod.namespace}/{pod.name}" + (f" ({pod.phase})" if pod.phase else "") for pod in pods)
         return {k: v for k, v in texts.items() if v} | self._role_of((alert.rule, alert.subject))
 
     def _announced_by(self, alert: Alert) -> dict[str, Any] | None:
@@ -555,7 +650,9 @@ class Node:
         if gpu is not None:
             known = ", ".join(word for word in (subject, gpu.bdf) if word)
             return f"GPU {gpu.index} on {node}", f"GPU {gpu.index} ({known})"
-        return (node, node) if subject == node else (f"{subject} on {node}", subject)
+        if subject == node or subject in self.scene.workloads:
+            return subject, subject
+        return f"{subject} on {node}", subject
 
     def message(self, alert: Alert, ended_at: float | None = None, why: str = "") -> AlertMessage:
         """An alert as receivers get it. Labels are those with which it fired."""
@@ -650,6 +747,11 @@ class Node:
                 "limit": alert.limit, "incident": texts.get("incident"), "summary": texts.get("summary", ""),
                 "description": texts.get("description", ""),
                 "unit": SIGNALS[rule.signal][0].unit if rule else ""}
+
+
+def _address(known: Mapping[str, Any]) -> str:
+    """host:port of an engine that discovery found."""
+    return str(known["url"]).rpartition("//")[2]
 
 
 def is_of(subject: str, announced: Sequence[str] | None) -> bool:

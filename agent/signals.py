@@ -53,6 +53,7 @@ class Target:
     startup_within_s: float = 600.0
     address: str = ""  # host:port, as routers name it
     port: int = 0  # of this machine; 0: it is another's
+    stopping_at: float | None = None  # its pod was asked to stop, or is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Scene:
     xid_severity: Mapping[int, XidSeverity] = field(default_factory=dict)  # number -> as its owner wants it
     gpus_expected: int | None = None  # written, or learned
     nvlinks_seen: Mapping[str, int] = field(default_factory=dict)  # uuid -> bit mask of links that were up in this boot
+    workloads: tuple[str, ...] = ()  # namespace/name in Kubernetes, on the one agent that watches the cluster
     memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # what several rules ask of one tick
 
     def target_of(self, subject: str) -> Target | None:
@@ -1064,6 +1066,13 @@ def starting(ask: Ask) -> bool:
     return target is not None and not target.ever_up and ask.now - target.first_seen_at < target.startup_within_s
 
 
+def asked_to_stop(ask: Ask) -> bool:
+    """Its pod was told to go: whoever did that has as long as for a start to bring another one."""
+    target = ask.target
+    return target is not None and target.stopping_at is not None \
+        and ask.now - target.stopping_at < target.startup_within_s
+
+
 def failures(ask: Ask, name: str) -> Sample | Signal:
     """How many reads in a row have failed so, up to the last one."""
     got = ask.latest(name)
@@ -1084,6 +1093,8 @@ def engine_down(ask: Ask) -> Signal:
         return row
     if starting(ask):
         return ask.idle("starting", row.value)
+    if asked_to_stop(ask):
+        return ask.idle("its pod was asked to stop", row.value)
     rung = ask.windows.latest(ask.subject, "rung", ask.now)
     fails = {0: "TCP", 1: "/health", 2: "/metrics"}.get(int(rung.value)) if isinstance(rung, Sample) else None
     return ask.value(row.value, at=row.at, evidence={"failing": fails, "failed_reads": row.value})
@@ -1096,11 +1107,13 @@ def engine_slow(ask: Ask) -> Signal:
 
 
 def engine_stopped(ask: Ask) -> Signal:
-    """L1. Reads in a row that failed while the engine is still starting (or, later, was asked to stop)."""
+    """L1. Reads in a row that failed while the engine is still starting, or its pod was asked to stop."""
     row = failures(ask, "down")
     if isinstance(row, Signal):
         return row
-    return ask.value(row.value if starting(ask) else 0.0, at=row.at, evidence={"starting": starting(ask)})
+    stops = asked_to_stop(ask)
+    return ask.value(row.value if starting(ask) or stops else 0.0, at=row.at,
+                     evidence={"starting": starting(ask), "asked_to_stop": stops})
 
 
 def engine_stuck(ask: Ask) -> Signal:
@@ -1264,8 +1277,8 @@ def blind(scene: Scene, rule: Rule, root: str, signals: Mapping[tuple[str, str],
     """
     target = scene.targets.get(root)
     ask = Ask(scene, SIGNALS[rule.signal][0], rule, root, 0.0)
-    if target is not None and starting(ask):
-        return ask.idle("starting")
+    if target is not None and (starting(ask) or asked_to_stop(ask)):
+        return ask.idle("starting" if starting(ask) else "its pod was asked to stop")
     if root in scene.gpus and any(found.value for rule_id in hardware.NVML_AS_A_WHOLE
                                   if (found := signals.get((rule_id, scene.node))) is not None):
         return ask.idle("NVML fails as a whole, and that has an alert of its own")

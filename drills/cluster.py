@@ -1,4 +1,4 @@
-"""The Kubernetes API, as far as drills need it: the one module that speaks to it, through lightkube.
+"""The Kubernetes API, as far as Tocsin needs it: the one module that speaks to it, through lightkube. Knows no drill.
 
 lightkube (configuration, TLS, tokens that are rotated) is loaded when a Cluster is made, never before. Objects are
 plain JSON as the API gives them: what a model of another version does not know is not lost when it is written back.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http import HTTPStatus
@@ -174,26 +174,30 @@ class Cluster:
             answer.close()
 
     def follow(self, path: str, stop: threading.Event, *, labels: str = "", fields: str = "",
-               again_s: float = AGAIN_S, for_s: float = WATCH_S) -> Iterator[Mapping[str, Object]]:
+               again_s: float = AGAIN_S, for_s: float = WATCH_S, keep: Callable[[Object], Object] = dict,
+               failed: Callable[[ClusterError], None] | None = None) -> Iterator[Mapping[str, Object]]:
         """These objects by uid, each time that one of them changed, until stopped, which takes `for_s` at most.
 
-        Raises nothing: it tries again.
+        Raises nothing: it tries again, and says each failure to `failed`. `keep`: what to keep of an object in memory.
         """
         while not stop.is_set():
             try:
                 items, since = self.all(path, labels=labels, fields=fields)
-                seen = {uid_of(item): item for item in items}
+                seen = {uid_of(item): keep(item) for item in items}
+                del items
                 yield seen
                 while not stop.is_set():
                     for kind, thing in self.watch(path, since, labels=labels, fields=fields, for_s=for_s):
                         since = str(thing["metadata"]["resourceVersion"])
                         if kind != "BOOKMARK":
                             seen = {uid: one for uid, one in seen.items() if uid != uid_of(thing)}
-                            seen |= {} if kind == "DELETED" else {uid_of(thing): thing}
+                            seen |= {} if kind == "DELETED" else {uid_of(thing): keep(thing)}
                             yield seen
                         if stop.is_set():
                             return
-            except ClusterError:  # 410: compacted; 504: too new; 0: the connection. The list tells all that is.
+            except ClusterError as error:  # 410: compacted; 504: too new; 0: the connection. The list tells all.
+                if failed is not None:
+                    failed(error)
                 stop.wait(again_s)
 
     # --- pods ---------------------------------------------------------------------------------------------------------
