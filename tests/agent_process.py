@@ -19,10 +19,12 @@ ROOT = Path(__file__).parents[1]
 
 
 class AgentProcess:
-    """`python -m agent.daemon` on a configuration; may be killed and started again."""
+    """`python -m agent.daemon` on a configuration; may be killed and started again. `module`: another that runs it."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], env: Mapping[str, str] | None = None,
+                 module: str = "agent.daemon") -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._module = module
         self.folder = folder
         self.socket = folder / "sock"
         self.path = folder / "tocsin.yaml"
@@ -36,7 +38,7 @@ class AgentProcess:
     def start(self, timeout_s: float = 30.0) -> None:
         """Run it until its socket answers."""
         with self.log.open("ab") as out:
-            self.process = subprocess.Popen([sys.executable, "-m", "agent.daemon", "--config", str(self.path)],
+            self.process = subprocess.Popen([sys.executable, "-m", self._module, "--config", str(self.path)],
                                             cwd=ROOT, env=self._env, stdout=out, stderr=out)
         deadline = time.monotonic() + timeout_s
         try:

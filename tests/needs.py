@@ -29,9 +29,11 @@ PACKAGES = {
     "systemd-sysusers": "systemd",
     "unshare": "util-linux",
 }
-FROM_PYPI = ("vllm-router",)  # not Debian's
+ROOT = Path(__file__).resolve().parents[1]
+FROM_PYPI = ("vllm-router", "vllm")  # not Debian's
+VLLM = ROOT / ".venv-vllm/.installed"  # written when it is whole; it is run by its own Python
 # Debian keeps iptables, nft and ip where an ordinary user's PATH does not look.
-EXTRA_PATH = ("/usr/local/sbin", "/usr/sbin", "/sbin", str(Path(__file__).resolve().parents[1] / ".venv-router/bin"))
+EXTRA_PATH = ("/usr/local/sbin", "/usr/sbin", "/sbin", str(ROOT / ".venv-router/bin"))
 
 
 def find(tool: str) -> str | None:
@@ -44,7 +46,7 @@ def missing(tool: str) -> str | None:
     """Why `tool` ("root", or a program by name) cannot be had here and what to do; None where it can."""
     if tool == "root":
         return None if os.geteuid() == 0 else "needs root: run it as root, or in a container"
-    if find(tool):
+    if VLLM.exists() if tool == "vllm" else find(tool):
         return None
     if tool in FROM_PYPI:
         return f"needs {tool}: make {tool}, which installs it into a virtual environment of its own"
