@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 EXIT_OF = {"healthy": 0, "ticket": 1, "page": 2, "unknown": 3}
 USAGE, UNKNOWN, INTERRUPTED = 2, 3, 130
+BAD_REQUEST = 400  # of HTTP
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,8 +40,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 notify_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+alerts_app = typer.Typer(rich_markup_mode=None)
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 rules_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(alerts_app, name="alerts", help="List current and past alerts; `alerts stats`: the noise.")
 app.add_typer(config_app, name="config", help="`config check`: every fault in configuration and rules.")
 app.add_typer(notify_app, name="notify", help="`notify test`: a marked alert through every channel.")
 app.add_typer(rules_app, name="rules", help="`rules list`: what fires, how loud, and what to do.")
@@ -152,16 +156,26 @@ class Progress:
             sys.stderr.flush()
 
 
-def ask_agent(settings: Config, url: str) -> Any:
+def ask_agent(settings: Config, url: str, method: str = "GET", body: object = None) -> Any:
     """The running agent's answer. Raises agent.client.NotRunning; what else goes wrong is a Failure, unknown."""
     from agent.client import AgentError, NotPermitted, ask
 
     try:
-        return ask(settings.socket, url)
+        return ask(settings.socket, url, method, body)
     except NotPermitted:
         raise
     except AgentError as error:
-        raise Failure(f"tocsin: {error}", UNKNOWN) from error
+        raise Failure(f"tocsin: {error}", USAGE if error.status == BAD_REQUEST else UNKNOWN) from error
+
+
+def need_agent(settings: Config, url: str, method: str = "GET", body: object = None) -> Any:
+    """The running agent's answer; a Failure where none runs, or none that this user may ask."""
+    from agent.client import NotPermitted, NotRunning
+
+    try:
+        return ask_agent(settings, url, method, body)
+    except (NotRunning, NotPermitted) as absent:
+        raise Failure(f"tocsin: {absent}", UNKNOWN) from absent
 
 
 # ---- commands ----
@@ -189,7 +203,7 @@ def check(
     config: ConfigFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell whether my deployment is healthy: the ten, then the rest.
+    """Tell whether my deployment is healthy: the ten, the rest.
 
     Asks the running agent; where none runs, samples by itself. Exit 0 healthy, 1 ticket, 2 page, 3 unknown.
     """
@@ -264,24 +278,154 @@ def _look(settings: Config, urls: Sequence[str]) -> Any:
         raise Failure(f"tocsin doctor: {fault}") from fault
 
 
-@app.command()
+@alerts_app.callback(invoke_without_command=True)
 def alerts(context: typer.Context, config: ConfigFile = None, as_json: AsJson = False) -> None:
-    """List current and past alerts.
+    """List current and past alerts; `alerts stats`: which rules are noise.
 
     Exit 3 where no agent answers.
     """
-    from agent.client import NotPermitted, NotRunning
-
-    settings = load(chosen(context, config))
-    try:
-        answer = ask_agent(settings, "/alerts")
-    except (NotRunning, NotPermitted) as absent:
-        raise Failure(f"tocsin: {absent}", UNKNOWN) from absent
+    if context.invoked_subcommand is not None:
+        context.obj = chosen(context, config)
+        return
+    answer = need_agent(load(chosen(context, config)), "/alerts")
 
     def report() -> Report:
         from agent.show import alerts_report
 
         return alerts_report(answer)
+
+    emit(answer, as_json, report)
+
+
+@alerts_app.command("stats")
+def alerts_stats(
+    context: typer.Context,
+    last: Annotated[str, typer.Option("--last", metavar="SPAN", help="How far back to look.")] = "30d",
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell per rule how often it fired, for how long, and how often for less than 5 minutes.
+
+    Exit 3 where no agent answers.
+    """
+    last_s = seconds("--last", last, least_s=1.0)
+    answer = need_agent(load(chosen(context, config)), f"/alerts/stats?last={last_s:.0f}s")
+
+    def report() -> Report:
+        from agent.show import stats_report
+
+        return stats_report(answer)
+
+    emit(answer, as_json, report)
+
+
+@app.command()
+def silence(
+    context: typer.Context,
+    rule: Annotated[str | None, typer.Argument(metavar="RULE", help="As in `tocsin alerts`; * and ? match.")] = None,
+    subject: Annotated[str | None, typer.Argument(metavar="[SUBJECT]", help="[default: all]")] = None,
+    span: Annotated[str | None, typer.Option("--for", metavar="SPAN", help="For how long, as 2h; at most 7d.")] = None,
+    why: Annotated[str | None, typer.Option("--why", metavar="TEXT", help="Why; the next on call reads it.")] = None,
+    show_all: Annotated[bool, typer.Option("--list", help="Show the silences that hold, and past ones.")] = False,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Mute the pages of a rule, with an end and a reason.
+
+    What still fires at the end pages then. The alert itself goes on, and Alertmanager is told of it as ever. Exit 3
+    where no agent answers.
+    """
+    settings = load(chosen(context, config))
+    if show_all and not (rule or span or why):
+        _list_silences(settings, as_json)
+        return
+    if show_all or rule is None:
+        raise Failure("tocsin silence: name a RULE (`tocsin rules list` has them), or ask for --list alone")
+    _silence(settings, rule, subject, span, why, as_json)
+
+
+@app.command()
+def unsilence(
+    context: typer.Context,
+    what: Annotated[str, typer.Argument(metavar="ID|RULE", help="As `tocsin silence --list` shows it.")],
+    subject: Annotated[str | None, typer.Argument(metavar="[SUBJECT]", help="[default: all]")] = None,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """End a silence before its time.
+
+    What fires under it pages at once. Exit 3 where no agent answers.
+    """
+    settings = load(chosen(context, config))
+    _unsilence(settings, {"ids": [int(what)]} if what.isdecimal() and subject is None else
+               {"rule": what, "subject": subject}, as_json)
+
+
+@app.command()
+def maintenance(
+    context: typer.Context,
+    span: Annotated[str | None, typer.Option("--for", metavar="SPAN", help="For how long, as 2h; at most 7d.")] = None,
+    why: Annotated[str | None, typer.Option("--why", metavar="TEXT", help="Why; the next on call reads it.")] = None,
+    end: Annotated[bool, typer.Option("--end", help="End it now.")] = False,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Mute all pages of this node while it is worked on.
+
+    The same as `tocsin silence '*'`. Still told are that Tocsin itself is late or cannot deliver (watcher), what a
+    drill left behind (drill-orphaned), and the heartbeat. Exit 3 where no agent answers.
+    """
+    settings = load(chosen(context, config))
+    if end and not (span or why):
+        _unsilence(settings, {"rule": "*", "subject": None}, as_json)
+    elif end:
+        raise Failure("tocsin maintenance: --end stands alone")
+    else:
+        _silence(settings, "*", None, span, why, as_json)
+
+
+def _silence(settings: Config, rule: str, subject: str | None, span: str | None, why: str | None,
+             as_json: bool) -> None:
+    from agent.silences import LONGEST_S, matchers
+
+    if span is None or not (why or "").strip():
+        raise Failure('tocsin: a silence has an end and a reason: --for 2h --why "fans are being swapped"')
+    for_s = seconds("--for", span, least_s=1.0)
+    if for_s > LONGEST_S:
+        raise Failure(f"--for {span} is too long; a silence lasts at most {LONGEST_S / 86400:g}d. What shall never page"
+                      " is taken out by `rules: disable:` in tocsin.yaml, or made a ticket by `rules: override:`")
+    told = {"rule": rule, "subject": subject, "for_s": for_s, "why": why}
+    answer = need_agent(settings, "/silences", "POST", told)
+    words = [*matchers(rule, subject or "*", settings.node or ""), f"--duration={for_s:.0f}s", f"--comment={why}"]
+    there = [shlex.join(["amtool", "silence", "add", f"--alertmanager.url={channel.alertmanager.urls[0]}", *words])
+             for channel in settings.notify if channel.alertmanager is not None]
+
+    def report() -> Report:
+        from agent.show import silenced_report
+
+        return silenced_report(answer, there)
+
+    emit({**answer, "alertmanager": there}, as_json, report)
+
+
+def _unsilence(settings: Config, wanted: dict[str, Any], as_json: bool) -> None:
+    answer = need_agent(settings, "/silences/end", "POST", wanted)
+
+    def report() -> Report:
+        from agent.show import silence_of
+
+        return [f"Ended: {silence_of(one)}; what fires pages from now on" for one in answer]
+
+    emit(answer, as_json, report)
+
+
+def _list_silences(settings: Config, as_json: bool) -> None:
+    answer = need_agent(settings, "/silences")
+
+    def report() -> Report:
+        from agent.show import silences_report
+
+        return silences_report(answer)
 
     emit(answer, as_json, report)
 

@@ -1,8 +1,9 @@
 """Alerts -> incidents: one page an incident, the cause first. Pure; times are unix seconds.
 
 An alert joins an incident silently only where the rules say that the one can cause the other (`causes`), on subjects
-that belong together, within 15 m of the other's onset. Every other alert that pages opens an incident of its own.
-Tickets never open, join or hold open one. An incident ends with its last alert.
+that belong together, within 15 m of the other's onset, and only where the incident has paged whoever this alert would
+page: one that a drill has told to one channel alone has not. Every other alert that pages opens an incident of its own.
+Tickets never open, join or hold open one, nor does what is silenced. An incident ends with its last alert.
 """
 
 from __future__ import annotations
@@ -34,13 +35,17 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """What one page is about. `root`: the cause as far as it is known; members in the order in which they came."""
+    """What one page is about. `root`: the cause as far as it is known; members in the order in which they came.
+
+    `audience`: the one channel that is told of it, "" for all.
+    """
 
     id: str
     opened_at: float
     root: AlertKey
     members: tuple[Member, ...]
     ended_at: float | None = None
+    audience: str = ""
 
     def role(self, key: AlertKey) -> str:
         """Cause or symptom."""
@@ -83,13 +88,17 @@ def can_cause(rules: Iterable[Rule]) -> Mapping[str, frozenset[str]]:
 
 
 def group(open_: Mapping[str, Incident], firing: Sequence[Alert], causes: Mapping[str, frozenset[str]],
-          related: Callable[[str, str], bool], node: str, now: float) -> Step:
-    """One step: which alerts that page (`firing`) are of which incident. `related` tells of two subjects."""
+          related: Callable[[str, str], bool], node: str, now: float, *,
+          audience_of: Callable[[Alert], str] = lambda _: "") -> Step:
+    """One step: which alerts that page (`firing`) are of which incident.
+
+    `related` tells of two subjects; `audience_of` the one channel that is told of an alert, "" for all.
+    """
     pages = sorted((alert for alert in firing if alert.severity == "page"), key=lambda alert: (alert.since, alert.rule))
     found: dict[str, Incident] = {}
     changed: dict[str, Change] = {}
     for incident in open_.values():
-        after = _with_ends(incident, {(alert.rule, alert.subject) for alert in pages}, now)
+        after = _with_ends(incident, {(alert.rule, alert.subject): audience_of(alert) for alert in pages}, now)
         found[after.id] = after
         if after.ended_at is not None:
             changed[after.id] = "resolved"
@@ -99,9 +108,11 @@ def group(open_: Mapping[str, Incident], firing: Sequence[Alert], causes: Mappin
         if any(incident.has(key) for incident in found.values()):
             continue
         member = Member(alert.rule, alert.subject, alert.since, alert.annotations.get("summary", ""))
-        joined = next((i for i in found.values() if i.ended_at is None and _joins(i, member, causes, related)), None)
+        audience = audience_of(alert)
+        joined = next((i for i in found.values() if i.ended_at is None and i.audience == audience
+                       and _joins(i, member, causes, related)), None)
         if joined is None:
-            opened = Incident(_name(node, member, now, found), now, key, (member,))
+            opened = Incident(_name(node, member, now, found), now, key, (member,), audience=audience)
             found[opened.id], changed[opened.id] = opened, "opened"
             continue
         root = key if joined.root[0] in causes.get(alert.rule, ()) else joined.root
@@ -111,12 +122,13 @@ def group(open_: Mapping[str, Incident], firing: Sequence[Alert], causes: Mappin
                 [(change, found[name]) for name, change in changed.items()])
 
 
-def _with_ends(incident: Incident, firing: set[AlertKey], now: float) -> Incident:
-    """Its members that fire no more have ended; and so has it, with the last of them."""
+def _with_ends(incident: Incident, firing: Mapping[AlertKey, str], now: float) -> Incident:
+    """Its members that fire no more have ended; and so has it, with the last of them. `firing`: with their audience."""
     members = tuple(replace(m, ended_at=now) if m.ended_at is None and m.key not in firing else m
                     for m in incident.members)
-    over = all(m.ended_at is not None for m in members)
-    return replace(incident, members=members, ended_at=now if over else None)
+    left = [firing[m.key] for m in members if m.ended_at is None]
+    return replace(incident, members=members, ended_at=None if left else now,
+                   audience="" if "" in left else incident.audience)
 
 
 def _joins(incident: Incident, member: Member, causes: Mapping[str, frozenset[str]],

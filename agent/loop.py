@@ -6,16 +6,19 @@ and after a short grace the tick takes what has come: whoever is late is late al
 
 from __future__ import annotations
 
+import difflib
 import threading
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import structlog
 
+from agent import noise, silences
 from agent.model import (
     Alert,
     AlertKey,
@@ -47,6 +50,7 @@ PRUNE_EVERY_S = 60.0
 EVENTS_APART_S = 0.5  # an event is judged at once, a storm of them no more often than this
 ALIVE_EVERY_S = 10.0  # how often the watchdog is fed between two ticks: it may be set shorter than a poll
 SELF = "self"
+SILENCES = "silences"  # the fact in the store
 # The samples without which a required signal is a Gap.
 MADE_FROM: Mapping[str, tuple[str, ...]] = {
     "queue_age": ("waiting", "ttft"), "kv_cache_utilization": ("kv_usage",), "preemptions": ("preemptions",),
@@ -208,6 +212,7 @@ class Agent:
         """Take back book, windows and what was learned from the store."""
         now = self._clock()
         self.node.restore(self.store.load_book(), self.store.meta("learned") or {})
+        self.node.silences = silences.from_plain(self.store.meta(SILENCES))
         keys: dict[tuple[str, int], tuple[SeriesKey, ...]] = {}
         for row in self.store.layouts():
             series = tuple((n, s, k) for n, s, k in msgspec.json.decode(row.keys_json, type=list[tuple[str, str, str]]))
@@ -306,7 +311,7 @@ class Agent:
         ends = {"firing": None, "resolved": now}
         told = [self.node.message(c.alert, ends[c.kind], c.why) for c in transitions if c.kind in ends]
         undiverted = self.node.no_longer_diverted()
-        return owed_to(self.routes, [*told, *undiverted]) + owed_for_incidents(
+        return owed_to(self.routes, [*told, *undiverted, *self.node.no_longer_muted()]) + owed_for_incidents(
             self.routes, self.node.incidents_told(told, undiverted))
 
     def _curves(self, now: float) -> list[Saved]:
@@ -463,7 +468,9 @@ class Agent:
         problems += [] if channels else ["no channel is configured under `notify:`: nobody is told of an alert"]
         with self._lock:
             unknown = [f"{s.id} of {s.subject}: {s.why}" for s in self.node.signals.values() if s.state == "gap"]
+            muted = [row["text"] for row in self.node.silences_now()]
         return not problems, {"problems": problems, "tick": tick, "sources": sources, "channels": channels,
+                              "silences": muted,
                               "store": self.store.problem or "ok", "unknown": sorted(set(unknown)),
                               "notes": [*self.notes, *self.store.notes]}
 
@@ -533,6 +540,59 @@ class Agent:
         """The drill is over."""
         with self._lock:
             self.node.end_announcement(run)
+
+    def silences(self) -> dict[str, Any]:
+        """The silences that hold, those that have ended, and what drills have announced."""
+        now = self._clock()
+        with self._lock:
+            ended = [one for one in self.node.silences if not one.is_active(now)]
+            return {"silences": self.node.silences_now(now), "expected": self.node.expected(),
+                    "ended": silences.to_plain(reversed(ended))}
+
+    def silence(self, rule: str, subject: str, for_s: float, why: str, by: str) -> dict[str, Any]:
+        """Mute the pages of a rule on a subject (* and ? as in `match:`) for so long; what it mutes now is told.
+
+        Raises:
+            ValueError: no such rule, no end, or no reason.
+        """
+        rules = self.node.setup.rules
+        if not any(fnmatchcase(known.id, rule) for known in rules):
+            near = difflib.get_close_matches(rule, [known.id for known in rules], 1)
+            raise ValueError(f"there is no rule {rule!r}; " + (f"did you mean {near[0]}?" if near else
+                                                               "`tocsin rules list` has them all"))
+        now = self._clock()
+        with self._lock:
+            self.node.silences, made = silences.add(self.node.silences, rule, subject, for_s, why, by, now)
+            self._keep_silences(now)
+            shown = next(row for row in self.node.silences_now(now) if row["id"] == made.id)
+        log.warning("silenced", silence=made.id, rule=rule, subject=subject, until=made.until, why=made.why, by=by)
+        return shown
+
+    def unsilence(self, wanted: Collection[int], by: str) -> list[dict[str, Any]]:
+        """End silences before their time; what fires under them pages at the next tick. Those that ended are told.
+
+        Raises:
+            ValueError: none of them holds.
+        """
+        now = self._clock()
+        with self._lock:
+            ended = [one for one in silences.active(self.node.silences, now) if one.id in wanted]
+            if not ended:
+                raise ValueError("there is no such silence; `tocsin silence --list` shows those that hold")
+            self.node.silences = silences.end(self.node.silences, wanted, by, now)
+            self._keep_silences(now)
+        for one in ended:
+            log.warning("silence_ended", silence=one.id, rule=one.rule, subject=one.subject, by=by)
+        return silences.to_plain(ended)
+
+    def _keep_silences(self, now: float) -> None:
+        self.node.silences = silences.pruned(self.node.silences, now)
+        self.store.set_meta(SILENCES, silences.to_plain(self.node.silences))
+
+    def alert_stats(self, last_s: float) -> dict[str, Any]:
+        """How often each rule fired in the last so many seconds, for how long, and how often for less than 5 min."""
+        now = self._clock()
+        return noise.stats(self.store.changes(now - last_s), now - last_s, now)
 
     def tell(self, signal: str, subject: str, text: str | None) -> None:
         """What drilld says of a run or a drill; None: it is no longer so."""

@@ -465,15 +465,20 @@ class AlertMessage:
 
 
 ROUTE = "route_to"  # annotation of an alert of a drill that only one channel is told of: its name
+SILENCED = "silenced"  # annotation of an alert that a silence mutes: until when, by whom, why
 
 
 @dataclass(frozen=True, slots=True)
 class IncidentMessage:
-    """An incident as one page, and the alerts that it is made of as they would be told one by one."""
+    """An incident as one page, and the alerts that it is made of as they would be told one by one.
+
+    `before`: of which alerts it was before this step.
+    """
 
     change: Literal["opened", "updated", "resolved"]
     message: AlertMessage
     alerts: tuple[AlertMessage, ...]
+    before: tuple[AlertMessage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

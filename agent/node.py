@@ -15,6 +15,7 @@ from urllib.parse import quote
 from agent import binds, incidents, words
 from agent import evaluate as machine
 from agent import signals as catalogue
+from agent import silences as mutes
 from agent.hardware import verdict as gpu_verdict
 from agent.hardware.history import History
 from agent.hardware.table import Severity as XidSeverity
@@ -22,6 +23,7 @@ from agent.incidents import Incident
 from agent.model import (
     ROUTE,
     SEVERITY_RANK,
+    SILENCED,
     Alert,
     AlertKey,
     AlertMessage,
@@ -45,6 +47,7 @@ from agent.model import (
     alert_name,
 )
 from agent.signals import SIGNALS, Scene, Target
+from agent.silences import Silence
 from agent.windows import RAW_KEEP_S, Windows
 
 SETTLED_S = 600.0  # a GPU's memory 10 m after its engine's start is what the engine is meant to use
@@ -122,6 +125,9 @@ class Node:
         self.causes = incidents.can_cause(setup.rules)
         self.incidents: Mapping[str, Incident] = {}
         self.incident_changes: Sequence[tuple[incidents.Change, Incident]] = ()
+        self._incidents_before: Mapping[str, Incident] = {}  # as they were until this step
+        self.silences: tuple[Silence, ...] = ()  # those that have ended, too
+        self.unmuted: tuple[AlertKey, ...] = ()  # alerts whose silence has ended by this step while they fire
         self.scene = Scene(self.windows, 0.0, setup.node, setup.slo, {})  # nothing is known before the first step
         self.bounds: dict[str, binds.Bound] = {}  # engine -> what binds it, as of the last step
         self.marks: dict[str, binds.Mark] = {}
@@ -453,6 +459,10 @@ class Node:
                 alert = self._named(alert)
                 alerts[(alert.rule, alert.subject)] = alert
             named.append(replace(change, alert=alert))
+        self.unmuted = tuple(key for key, alert in alerts.items() if is_muted(alert) and self.silence_of(key) is None)
+        for key in self.unmuted:
+            texts = {name: text for name, text in alerts[key].annotations.items() if name != SILENCED}
+            alerts[key] = replace(alerts[key], annotations=texts)
         self.book = Book(alerts, book.resolved_at)
         self._group(now)
         return named
@@ -469,8 +479,10 @@ class Node:
 
     def _group(self, now: float) -> None:
         """Which alert is of which incident from now on."""
-        firing = [alert for alert in self.book.alerts.values() if alert.state == "firing"]
-        step = incidents.group(self.incidents, firing, self.causes, self._related, self.setup.node, now)
+        firing = [a for a in self.book.alerts.values() if a.state == "firing" and not is_muted(a)]
+        step = incidents.group(self.incidents, firing, self.causes, self._related, self.setup.node, now,
+                               audience_of=self._audience_of)
+        self._incidents_before = self.incidents
         self.incidents, self.incident_changes = step.open, step.changes
         self.learned.incidents = {name: asdict(incident) for name, incident in step.open.items()}
 
@@ -478,8 +490,19 @@ class Node:
         """Whether two subjects belong together: one engine's, or that of the GPU below it; all are the node's."""
         if one == other or self.setup.node in (one, other):
             return True
-        owners = [self.scene.target_of(subject) or self.scene.target_on(subject) for subject in (one, other)]
-        return owners[0] is not None and owners[0] == owners[1]
+        return bool(self._owners(one) & self._owners(other))
+
+    def _owners(self, subject: str) -> frozenset[str]:
+        """The targets that a subject is of; a GPU is of every one that computes on it."""
+        target, gpu = self.scene.target_of(subject), self.scene.gpus.get(subject)
+        if target is not None:
+            return frozenset({target.name})
+        return frozenset(t.name for t in self.scene.targets.values() if gpu is not None and gpu.index in t.gpus)
+
+    def _audience_of(self, alert: Alert) -> str:
+        """The one channel that is told of an alert; "" for all."""
+        drill = self._announced_by(alert)
+        return "" if drill is None else str(drill.get("route_to") or "")
 
     def incident_of(self, key: AlertKey) -> Incident | None:
         """The incident that an alert is of, or was of until this step."""
@@ -509,8 +532,12 @@ class Node:
     def incidents_told(self, told: Sequence[AlertMessage], undiverted: Sequence[AlertMessage]) -> list[IncidentMessage]:
         """What this step changed of incidents, with the alerts that it told; what all must now hear of opens anew."""
         by_key = {message.key: message for message in told}
-        found = [IncidentMessage(change, self.incident_message(incident), self._alerts_of(incident, by_key))
-                 for change, incident in self.incident_changes]
+        found = []
+        for change, incident in self.incident_changes:
+            earlier = self._incidents_before.get(incident.id)
+            before = () if earlier is None else self._alerts_of(earlier, {})
+            found.append(IncidentMessage(change, self.incident_message(incident), self._alerts_of(incident, by_key),
+                                         before))
         known = {one.message.key for one in found}
         anew = {m.annotations.get("incident") for m in undiverted} - known
         return found + [one for one in self.incidents_open() if one.message.key in anew]
@@ -521,10 +548,20 @@ class Node:
                 for incident in self.incidents.values()]
 
     def _alerts_of(self, incident: Incident, told: Mapping[str, AlertMessage]) -> tuple[AlertMessage, ...]:
-        """Its alerts that fire, and those that were just told."""
-        alerts = {f"{self.setup.node}/{m.rule}/{m.subject}": self.book.alerts.get(m.key) for m in incident.members}
-        firing = {key: self.message(alert) for key, alert in alerts.items() if alert is not None}
-        return tuple((firing | {key: told[key] for key in alerts if key in told}).values())
+        """All that it was ever made of: its alerts that fire, those that were just told, and those that are over.
+
+        Who was told of the first of them must hear of the end, whichever ended last.
+        """
+        found = {}
+        for member in incident.members:
+            key, alert = f"{self.setup.node}/{member.rule}/{member.subject}", self.book.alerts.get(member.key)
+            if member.ended_at is None and alert is not None:
+                found[key] = self.message(alert)
+            else:
+                found[key] = AlertMessage(key, "resolved", "page", {"rule": member.rule, "subject": member.subject},
+                                          {ROUTE: incident.audience} if incident.audience else {}, member.onset,
+                                          member.ended_at)
+        return tuple((found | {key: told[key] for key in found if key in told}).values())
 
     def _incident_body(self, incident: Incident, texts: Mapping[str, str]) -> str:
         effects, actions = [], [texts.get("action", "")]
@@ -609,6 +646,9 @@ class Node:
             texts[ROUTE] = drill.get("route_to") or ""
         elif rule.signal == "qps_change" and (loads := self._drills_that_load()):
             texts["summary"] += f" (drill load of {', '.join(loads)})"
+        silence = self.silence_of((alert.rule, alert.subject))
+        if silence is not None:
+            texts[SILENCED] = silence.text()
         if self.setup.external_url:
             texts["runbook_url"] = f"{self.setup.external_url}/runbooks/{rule.id}"
         else:  # no link that a phone could open: then what to type
@@ -631,6 +671,26 @@ class Node:
         """The drills whose prober asks just now: what arrives is not the users' alone."""
         return [drill["drill"] for drill in self.learned.announced.values()
                 if drill.get("loads") and self.scene.now <= drill["until"]]
+
+    def silence_of(self, key: AlertKey) -> Silence | None:
+        """The silence that mutes an alert now."""
+        return mutes.over(self.silences, *key, self.scene.now) if self.silences else None
+
+    def silences_now(self, now: float | None = None) -> list[dict[str, Any]]:
+        """The silences that hold (at the last step, or `now`), each with the open alerts that it mutes."""
+        held = mutes.active(self.silences, self.scene.now if now is None else now)
+        return [row | {"mutes": [{"rule": rule, "subject": subject} for rule, subject in self.book.alerts
+                                 if one.covers(rule, subject)], "text": str(one)}
+                for one, row in zip(held, mutes.to_plain(held), strict=True)]
+
+    def expected(self) -> list[dict[str, Any]]:
+        """What drills have announced: those alerts are no surprise, and are told all the same."""
+        return [{key: drill.get(key) for key in ("drill", "run", "rules", "subjects", "until")}
+                for drill in self.learned.announced.values() if self.scene.now <= drill["until"]]
+
+    def no_longer_muted(self) -> list[AlertMessage]:
+        """What fires on although its silence is over: it pages now."""
+        return [self.message(self.book.alerts[key]) for key in self.unmuted]
 
     def no_longer_diverted(self) -> list[AlertMessage]:
         """What fires on although the drill that had it told to one channel alone is over: all must hear of it now.
@@ -675,6 +735,9 @@ class Node:
         if alert.rule not in self.rules:
             return dict(alert.annotations) | {"description": f"{alert.rule} of {alert.subject}: {ended}."}
         texts = self._texts(alert, None, ended)
+        texts.pop(SILENCED, None)  # who was told that it fires hears of its end, whatever is silenced since
+        if is_muted(alert):
+            texts[SILENCED] = alert.annotations[SILENCED]
         unit = SIGNALS[self.rules[alert.rule].signal][0].unit
         last = "" if alert.value is None else f" Last: {words.beside(alert.value, alert.limit, unit)}" + (
             "." if alert.limit is None else f", limit {words.quantity(alert.limit, unit)}.")
@@ -691,7 +754,7 @@ class Node:
         """The contract of `tocsin check --json`; the last step was `since_s` ago."""
         rows = [self._row(key, signal, since_s) for key, signal in self.signals.items()]
         return {"verdict": verdict(rows), "why": None, "node": self.setup.node, "at": self.scene.now, "signals": rows,
-                "binds": self.bound_rows()}
+                "binds": self.bound_rows(), "silences": self.silences_now(), "expected": self.expected()}
 
     def bound_rows(self, target: str | None = None) -> list[dict[str, Any]]:
         """What binds each engine, or those of one target; `by` is stable, `since` and `was` come from a minute or more.
@@ -721,6 +784,7 @@ class Node:
             "severity": alert.severity if alert is not None else self.severity_of(rule, signal.subject),
             "required": rule.required, "evidence": dict(signal.evidence), "action": action_of(rule, signal),
             "text": words.what(signal, unit) if signal.state in ("value", "idle") else "",
+            "silenced": None if (silence := self.silence_of(key)) is None else silence.text(),
         }
 
     def _state(self, rule: Rule, signal: Signal, alert: Alert | None, limit: float | None) -> str:
@@ -745,8 +809,18 @@ class Node:
         return {"rule": alert.rule, "subject": alert.subject, "state": alert.state if until is None else "resolved",
                 "severity": alert.severity, "since": alert.since, "until": until, "value": alert.value,
                 "limit": alert.limit, "incident": texts.get("incident"), "summary": texts.get("summary", ""),
-                "description": texts.get("description", ""),
+                "description": texts.get("description", ""), "silenced": texts.get(SILENCED),
+                "expected_by": self._expected_by(alert) if until is None else None,
                 "unit": SIGNALS[rule.signal][0].unit if rule else ""}
+
+    def _expected_by(self, alert: Alert) -> str | None:
+        drill = self._announced_by(alert)
+        return None if drill is None else str(drill["drill"])
+
+
+def is_muted(alert: Alert) -> bool:
+    """Whether it fired under a silence, and nobody of ours was told so far. Saved with the alert, as one thing."""
+    return SILENCED in alert.annotations
 
 
 def _address(known: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ Answer = Mapping[str, Any]
 NOTHING = "–"
 RANK = {"page": 0, "ticket": 1, "info": 2}
 LOUD = ("BREACH", "PENDING")
+PAST_SHOWN = 20  # silences that have ended
 STYLES = {
     "OK": "green",
     "PENDING": "yellow",
@@ -197,6 +198,9 @@ def check_report(answer: Answer, *, show_all: bool) -> Report:
     looked = answer.get("looked_for") or ()
     report += [f"Looked for {clean(what)}" for what in looked]
     report += binds_lines(answer.get("binds") or (), answer.get("at"))
+    report += [f"Silenced: {clean(one['text'])}" for one in answer.get("silences") or ()]
+    report += [clean(f"Expected until {moment(one['until'])} by the drill {one['drill']}: {', '.join(one['rules'])}")
+               for one in answer.get("expected") or () if one["rules"]]
     report.append(verdict_line(answer))
     report += [f"Mind: {clean(answer['why'])}"] if answer.get("why") and answer["verdict"] != "unknown" else []
     loud = sorted((s for s in signals if s["state"] in LOUD), key=_loudest_first)
@@ -287,8 +291,74 @@ def alerts_report(alerts: Sequence[Answer]) -> Report:
         times = (moment(alert["since"]), moment(alert["until"]))
         numbers = (quantity(alert["value"], unit), quantity(alert["limit"], unit))
         names = (alert["state"], alert["severity"], alert["rule"], alert["subject"])
-        rows.append([clean(cell) for cell in (*names, *times, *numbers, alert.get("summary") or "")])
+        muted = f" (silenced {alert['silenced']})" if alert.get("silenced") else ""
+        rows.append([clean(cell) for cell in (*names, *times, *numbers, (alert.get("summary") or "") + muted)])
     return [Table(columns, rows)]
+
+
+# ---- tocsin silence, alerts stats ----
+
+
+def silence_of(one: Answer) -> str:
+    """What a silence mutes."""
+    if (one["rule"], one["subject"]) == ("*", "*"):
+        return "all of this node"
+    return clean(one["rule"] if one["subject"] == "*" else f"{one['rule']} of {one['subject']}")
+
+
+def silenced_report(made: Answer, there: Sequence[str]) -> Report:
+    """What is muted from now on, what that is just now, and what it does not reach."""
+    until = moment(made["until"])
+    report: Report = [f"Silence {made['id']}: {silence_of(made)} until {until}: {clean(made['why'])}"]
+    mutes = [clean(f"{one['rule']} of {one['subject']}") for one in made["mutes"]]
+    report.append(f"Mutes now: {', '.join(mutes)}" if mutes else "No open alert is muted by it now.")
+    report.append(f"End it earlier: tocsin unsilence {made['id']}")
+    report += [f"Alertmanager is told as ever; to mute it there: {clean(command)}" for command in there]
+    return report
+
+
+def silences_report(answer: Answer) -> Report:
+    """The silences that hold, what drills have announced, and what has ended lately."""
+    report: Report = []
+    columns = (Column("ID"), Column("RULE"), Column("SUBJECT"), Column("SINCE", drop=2), Column("UNTIL"),
+               Column("BY", drop=1), Column("MUTES NOW", right=True), Column("WHY"))
+
+    def row(one: Answer, mutes: str) -> list[str]:
+        return [clean(cell) for cell in (one["id"], one["rule"], one["subject"], moment(one["since"]),
+                                         moment(one["until"]), one["by"], mutes, one["why"])]
+
+    if answer["silences"]:
+        report.append(Table(columns, [row(one, str(len(one["mutes"]))) for one in answer["silences"]], "Silences"))
+    else:
+        report.append("No silence holds: everything that pages does.")
+    report += [clean(f"Expected until {moment(one['until'])}, and told all the same: {', '.join(one['rules'])}"
+                     f" of {', '.join(one['subjects']) if one['subjects'] else 'any subject'}, announced by the drill"
+                     f" {one['drill']}") for one in answer["expected"] if one["rules"]]
+    if answer["ended"]:
+        kept = [n for n, column in enumerate(columns) if column.head != "MUTES NOW"]
+        rows = [[row(one, "")[n] for n in kept] for one in answer["ended"][:PAST_SHOWN]]
+        report.append(Table([columns[n] for n in kept], rows, "Ended"))
+    return report
+
+
+def stats_report(answer: Answer) -> Report:
+    """A row a rule, the noisiest first."""
+    since = moment(answer["since"])
+    if not answer["rules"]:
+        return [f"No alert has fired since {since}."]
+    heads = ("RULE", "SEVERITY", "FIRED", "SHORT", "FIRING", "SILENCED", "TOTAL", "LONGEST", "SUBJECTS", "LAST")
+    drops = {"SEVERITY": 1, "SUBJECTS": 4, "LAST": 2, "SILENCED": 3}
+    columns = [Column(head, drops.get(head, 0), head not in ("RULE", "SEVERITY", "LAST")) for head in heads]
+    rows = [[clean(cell) for cell in (
+        one["rule"], one["severity"], one["fired"], one["short"], one["firing"], one["silenced"],
+        span(round(one["total_s"])), span(round(one["longest_s"])), one["subjects"], moment(one["last_at"]))]
+        for one in answer["rules"]]
+    report: Report = [Table(columns, rows, f"Alerts since {since}")]
+    short = span(answer["short_s"])
+    return report + [
+        clean(f"{one['rule']}: {one['short']} of {one['fired']} pages were over within {short}; a longer `for:`"
+              f" (rules.override.{one['rule']}) would have let people sleep")
+        for one in answer["rules"] if one["severity"] == "page" and one["short"] * 2 > one["fired"] - one["firing"]]
 
 
 def is_missing(found: Answer) -> bool:

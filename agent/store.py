@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 import structlog
 
-from agent.model import Alert, AlertKey, AlertMessage, Book, Notice, Transition
+from agent.model import SILENCED, Alert, AlertKey, AlertMessage, Book, Notice, Transition
 
 log = structlog.get_logger()
 
@@ -47,6 +47,8 @@ _ADD_NOTICE = "INSERT INTO notices VALUES(?,?,'pending',?,?,?,?,?,?,NULL,?)"
 _END_NOTICE = "UPDATE notices SET state=?, done_at=?, last_error=? WHERE id=?"
 _RETRY_NOTICE = "UPDATE notices SET due_at=?, tries=?, last_error=? WHERE id=?"
 _SELECT_TRANSITIONS = "SELECT * FROM transitions WHERE id>?1"
+_SELECT_CHANGES = ("SELECT at, kind, rule, subject, severity, alert FROM transitions"
+                   " WHERE at>=? AND kind IN ('firing', 'resolved') ORDER BY id")
 # In the order in which they were told: after a clock that stepped back their times are not in order.
 _SELECT_FRAMES = (
     "SELECT track, at, layout, blob, res, rowid FROM frames NOT INDEXED WHERE res=? AND at>=? AND rowid>?"
@@ -177,6 +179,18 @@ class Store:
         for entry in found:
             entry["alert"] = msgspec.json.decode(entry["alert"])
         return found[-last:] if since_id is None else found[:last]
+
+    def changes(self, since: float) -> list[dict[str, Any]]:
+        """When alerts fired and resolved since a time, in the order in which it was told.
+
+        Keys: at, kind, rule, subject, severity, silenced (whether it fired under a silence).
+        """
+        with self._lock:
+            rows = self._read(_SELECT_CHANGES, (since,))
+            rows += [(args[1], *args[2:6], args[9]) for sql, args in self._unsaved
+                     if sql == _ADD_TRANSITION and args[1] >= since and args[2] in ("firing", "resolved")]
+        keys = ("at", "kind", "rule", "subject", "severity")
+        return [dict(zip(keys, row, strict=False)) | {"silenced": _is_silenced(row[-1])} for row in rows]
 
     # ---- what is owed ----
 
@@ -497,6 +511,11 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
         )
     if version == 0:
         db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+
+
+def _is_silenced(alert: str) -> bool:
+    """Whether a saved alert had the annotation of a silence."""
+    return f'"{SILENCED}"' in alert and SILENCED in msgspec.json.decode(alert).get("annotations", {})
 
 
 def _code(error: Exception) -> int:

@@ -246,6 +246,70 @@ def test_alerts_are_the_agent_s(cli: Cli, view: FakeView, monkeypatch: pytest.Mo
     assert cli("alerts")[:2] == (0, "No alert is open, and none is remembered.\n")
 
 
+def test_alerts_stats_are_a_row_a_rule(cli: Cli, view: FakeView) -> None:
+    """Two pages of which one was over within 5 minutes: no word about noise; with another one there is."""
+    def fired(at: float, lasted_s: float) -> list[dict[str, Any]]:
+        row = {"rule": "itl-p99", "subject": "llama", "severity": "page", "silenced": False}
+        return [row | {"kind": "firing", "at": at}, row | {"kind": "resolved", "at": at + lasted_s}]
+
+    assert cli("alerts", "stats")[1].startswith("No alert has fired since ")
+    view.changes = [*fired(NOW - 9000, 60), *fired(NOW - 5000, 660)]
+    code, out, _ = cli("alerts", "stats", "--last", "7d")
+    assert (code, out.splitlines()[2].split()[:8]) == (0, ["itl-p99", "page", "2", "1", "0", "0", "12", "min"])
+    assert "let people sleep" not in out
+    view.changes += fired(NOW - 1000, 60)
+    assert "itl-p99: 2 of 3 pages were over within 5 min; a longer `for:`" in cli("alerts", "stats")[1]
+    told = json.loads(cli("alerts", "stats", "--json")[1])
+    assert {key: told["rules"][0][key] for key in ("rule", "fired", "short", "total_s")} == {
+        "rule": "itl-p99", "fired": 3, "short": 2, "total_s": 780.0}
+    assert cli("alerts", "stats", "--last", "soon")[0] == 2
+
+
+def test_a_silence_is_made_listed_and_ended(cli: Cli, view: FakeView) -> None:
+    """What it mutes and until when; and its end, by number or by what it was made for."""
+    assert "No silence holds" in cli("silence", "--list")[1]
+    code, out, err = cli("silence", "gpu-temperature", "GPU-1", "--for", "2h", "--why", "fans are swapped")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0].startswith("Silence 1: gpu-temperature of GPU-1 until ")
+    assert out.splitlines()[-1] == "End it earlier: tocsin unsilence 1"
+    assert (view.muted[0].until, view.muted[0].why) == (NOW + 7200, "fans are swapped")
+    assert "gpu-temperature" in cli("silence", "--list")[1]
+    assert json.loads(cli("silence", "--list", "--json")[1])["silences"][0]["subject"] == "GPU-1"
+    assert cli("unsilence", "gpu-temperature", "GPU-1")[:2] == (
+        0, "Ended: gpu-temperature of GPU-1; what fires pages from now on\n")
+    assert cli("maintenance", "--for", "30m", "--why", "driver")[1].startswith("Silence 2: all of this node until")
+    assert cli("maintenance", "--end")[:2] == (0, "Ended: all of this node; what fires pages from now on\n")
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["silence"], "name a RULE"), (["silence", "itl-p99"], "an end and a reason"),
+    (["silence", "itl-p99", "--for", "2h"], "an end and a reason"),
+    (["silence", "itl-p99", "--for", "2h", "--why", " "], "an end and a reason"),
+    (["silence", "itl-p99", "--for", "8d", "--why", "x"], "at most 7d"),
+    (["silence", "itl-p99", "--for", "2", "--why", "x"], "missing unit"),
+    (["silence", "itl-p99", "--list"], "--list alone"), (["unsilence", "77"], "no such silence"),
+    (["maintenance", "--end", "--for", "2h"], "--end stands alone"), (["maintenance", "--for", "2h"], "an end and a"),
+])
+def test_a_silence_that_cannot_be_is_refused_with_the_remedy(cli: Cli, view: FakeView, words: list[str], says: str,
+                                                            ) -> None:
+    """Exit 2, one sentence, and nothing muted."""
+    code, out, err = cli(*words)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert view.muted == ()
+
+
+def test_a_silence_says_how_to_mute_alertmanager_too(cli: Cli, view: FakeView, tmp_path: Path) -> None:
+    """There every alert goes on arriving: whoever is paged by it would wonder."""
+    del view
+    config = tmp_path / "tocsin.yaml"
+    config.write_text(config.read_text() + 'notify: [{alertmanager: {urls: ["http://am:9093"]}}]\n')
+    out = cli("silence", "gpu-*", "--for", "2h", "--why", "it's me")[1]
+    assert out.splitlines()[-1] == (
+        "Alertmanager is told as ever; to mute it there: amtool silence add --alertmanager.url=http://am:9093"
+        """ 'node="gpu-17"' 'rule=~"gpu-.*"' --duration=7200s '--comment=it'"'"'s me'""")
+
+
 def test_alerts_without_an_agent_say_how_to_start_one(cli: Cli) -> None:
     """An empty list would read as: all is well."""
     code, out, err = cli("alerts")
@@ -451,7 +515,7 @@ def test_help_has_one_line_for_each_command(cli: Cli) -> None:
     told = dict(line.strip().split(None, 1) for line in lines if line.strip())
     assert code == 0
     assert set(told) == {"run", "check", "doctor", "alerts", "record", "backtest", "config", "notify", "rules", "drill",
-                         "drilld", "report"}
+                         "drilld", "report", "silence", "unsilence", "maintenance"}
     assert not [line for line in lines if line.endswith("...")]
     assert "config check" in told["config"]
     assert "rules list" in told["rules"]

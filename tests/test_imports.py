@@ -49,9 +49,11 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.incidents": Row("agent.model"),
     "agent.trend": Row("agent.model"),
     "agent.binds": Row("agent.model agent.signals agent.words"),
+    "agent.silences": Row("", "fnmatch"),
+    "agent.noise": Row(),
     "agent.node": Row(
         "agent agent.binds agent.evaluate agent.hardware agent.hardware.history agent.hardware.table"
-        " agent.hardware.verdict agent.incidents agent.model agent.signals agent.windows agent.words"
+        " agent.hardware.verdict agent.incidents agent.model agent.signals agent.silences agent.windows agent.words"
     ),
     "agent.engines": Row("agent.model", "importlib msgspec yaml"),  # its maps, read from the package
     "agent.engines.trtllm_json": Row("agent.exposition agent.model", "msgspec"),
@@ -117,14 +119,14 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.store": Row("agent.model", WORLD),
     "agent.outbox": Row("agent.model agent.notifiers.channel agent.store", WORLD),
     "agent.web": Row(),
-    "agent.web.app": Row("agent.model agent.strict agent.web.metrics", "importlib msgspec secrets structlog"),
+    "agent.web.app": Row("agent.model agent.strict agent.web.metrics", "importlib msgspec pwd secrets structlog"),
     "agent.web.metrics": Row("agent.model", "prometheus_client"),
     "agent.web.server": Row("", WORLD),
     "agent.sdnotify": Row("", "os socket time"),
     "agent.client": Row("", "http pathlib socket"),
     "agent.loop": Row(
-        "agent.model agent.node agent.notifiers agent.outbox agent.signals agent.store agent.trend agent.web.metrics"
-        " agent.windows",
+        "agent agent.model agent.node agent.noise agent.notifiers agent.outbox agent.signals agent.silences agent.store"
+        " agent.trend agent.web.metrics agent.windows",
         WORLD,
     ),
     "agent.daemon": Row(
@@ -144,9 +146,9 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.show": Row("agent.words", "rich shutil"),
     "agent.__main__": Row(
         "agent.backtest agent.client agent.config agent.model agent.notifiers agent.notifiers.trial agent.oneshot"
-        " agent.record agent.show agent.signals agent.sources.nvml agent.strict agent.words drills drills.cli"
-        " drills.config rules",
-        "msgspec os pathlib signal sys threading typer",
+        " agent.record agent.show agent.signals agent.silences agent.sources.nvml agent.strict agent.words drills"
+        " drills.cli drills.config rules",
+        "msgspec os pathlib shlex signal sys threading typer",
     ),
     "runbooks": Row(),
     # The drills. What they may know of the agent: AGENT_FOR_DRILLS.

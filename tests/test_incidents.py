@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -35,13 +35,15 @@ class Story:
     told: list[str] = field(default_factory=list)
 
     def at(self, now: float, *fires: tuple[str, str], ends: Sequence[tuple[str, str]] = (),
-           severity: Severity = "page") -> None:
-        """One step."""
+           severity: Severity = "page", only_to: Mapping[tuple[str, str], str] | None = None) -> None:
+        """One step. `only_to`: alerts that a drill has told to one channel alone."""
+        to = only_to or {}
         for key in ends:
             del self.firing[key]
         for rule, subject in fires:
             self.firing[(rule, subject)] = Alert(rule, subject, "firing", severity, now, now)
-        self.step = group(self.step.open, list(self.firing.values()), CAUSES, related, "n", now)
+        self.step = group(self.step.open, list(self.firing.values()), CAUSES, related, "n", now,
+                          audience_of=lambda alert: to.get((alert.rule, alert.subject), ""))
         self.told += [f"{now:.0f} {change} {i.root[0]}" for change, i in self.step.changes]
 
     def one(self) -> Incident:
@@ -119,6 +121,29 @@ def test_tickets_neither_open_nor_join_nor_hold_open() -> None:
     assert story.told == ["10 opened rank-straggler", "30 resolved rank-straggler"]
     story.at(60, ("rank-straggler", "llama"))
     assert story.told[-1] == "60 opened rank-straggler"
+
+
+def test_what_a_drill_told_to_one_channel_alone_swallows_nobody_else_s_page() -> None:
+    """The drill's engine-down went to its test channel; ttft-p99, which it had not announced, is everybody's page."""
+    story = Story()
+    drill = {("engine-down", "llama"): "webhook-2"}
+    story.at(0, ("engine-down", "llama"), only_to=drill)
+    story.at(30, ("ttft-p99", "llama"), only_to=drill)
+    assert story.told == ["0 opened engine-down", "30 opened ttft-p99"]
+    assert sorted(i.audience for i in story.step.open.values()) == ["", "webhook-2"]
+    story.at(60)  # the drill is over and the engine still down: from now on it is everybody's
+    assert [i.audience for i in story.step.open.values()] == ["", ""]
+
+
+def test_a_page_of_16_minutes_later_is_joined_by_what_its_latest_symptom_causes() -> None:
+    """15 minutes count from each alert of the incident, not from its first: a slow chain is still one chain."""
+    story = Story()
+    story.at(0, ("gpu-thermal-limit", "GPU-3"))
+    story.at(800, ("rank-straggler", "llama"))
+    story.at(1600, ("queue-age", "llama"))
+    story.at(2600, ("itl-p99", "llama"))
+    assert story.told == ["0 opened gpu-thermal-limit", "800 updated gpu-thermal-limit",
+                          "1600 updated gpu-thermal-limit", "2600 opened itl-p99"]  # fmt: skip
 
 
 def test_an_alert_that_comes_back_while_its_cause_lasts_is_the_same_page() -> None:

@@ -834,6 +834,31 @@ def test_one_page_names_the_cause_its_effects_and_what_to_do() -> None:
     assert "engine-down of llama as it was" in told[2].message.annotations["description"]
 
 
+def test_the_end_reaches_whoever_was_told_of_the_first_alert_alone() -> None:
+    """PagerDuty wanted engine-down, which ended first; the incident ended with ttft-p99, and stayed open there."""
+    here = node()
+    down, slow = paged("engine-down", "llama", 100.0), paged("ttft-p99", "llama", 130.0)
+    for at, alerts in ((100.0, [down]), (130.0, [down, slow]), (400.0, [slow]), (500.0, [])):
+        here.book = Book({(alert.rule, alert.subject): alert for alert in alerts})
+        here._group(at)
+        told = here.incidents_told([], [])
+
+    (end,) = told
+    assert (end.change, [(m.labels["rule"], m.status) for m in end.alerts]) == (
+        "resolved", [("engine-down", "resolved"), ("ttft-p99", "resolved")])
+
+
+def test_a_gpu_that_two_engines_share_is_the_cause_of_both() -> None:
+    """Neither owned it alone, so the hot GPU and the slow engines were three pages."""
+    here = node(targets=(Target("llama", (), SLO, gpus=(0,)), Target("qwen", (), SLO, gpus=(0, 1)),
+                         Target("other", (), SLO, gpus=(1,))))
+    step(here, 0, gpus(0, {GPU: 61.0, OTHER_GPU: 61.0}))
+
+    assert [here._related(GPU, engine) for engine in ("llama", "qwen", "other")] == [True, True, False]
+    assert here._related(GPU, OTHER_GPU)  # one engine computes on both
+    assert not here._related("llama", "qwen")
+
+
 def test_each_alert_says_of_which_incident_it_is_and_as_what() -> None:
     """Alertmanager gets every alert: what belongs together must be told by annotations, labels never change."""
     here = node()

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import structlog
@@ -612,6 +612,34 @@ notify:
     secret.write_text("")
     with pytest.raises(TryLater, match=f"{secret} is empty"):
         routes[2].channel.send([notice(page)], NOW)
+
+
+def told_of(rule: str, key: str = "k") -> AlertMessage:
+    """A page of a rule."""
+    return AlertMessage(key, "firing", "page", {"rule": rule, "subject": "llama"}, {}, NOW)
+
+
+def test_an_update_pages_the_channel_that_was_told_of_nothing_before(tmp_path: Path) -> None:
+    """Slack wants itl-p99 alone: the hot GPU was no page of its, and what joins it silently would never reach it."""
+    secret = tmp_path / "s"
+    secret.write_text("https://hooks.slack.example/x")
+    config = config_of(tmp_path, f"""
+notify:
+  - slack: {{webhook_file: {secret}}}
+    match: {{severity: [page], rule: [itl-p99]}}
+""")
+    routes = build_channels(config, Needs(list, lambda: True), channel_names(config, {}))
+    hot, slow, queue = told_of("gpu-thermal-limit", "a"), told_of("itl-p99", "b"), told_of("queue-age", "c")
+    page = told_of("gpu-thermal-limit", "incident")
+
+    def owed(change: Literal["opened", "updated", "resolved"], alerts: tuple[AlertMessage, ...],
+             before: tuple[AlertMessage, ...]) -> int:
+        return len(owed_for_incidents(routes, [IncidentMessage(change, page, alerts, before)]))
+
+    assert owed("opened", (hot,), ()) == 0
+    assert owed("updated", (hot, slow), (hot,)) == 1
+    assert owed("updated", (hot, slow, queue), (hot, slow)) == 0
+    assert owed("resolved", (hot, slow, queue), (hot, slow, queue)) == 1
 
 
 A, B, C = '{webhook: {url: "http://a/"}}', '{webhook: {url: "http://b/"}}', '{webhook: {url_file: /c}}'

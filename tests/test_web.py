@@ -5,12 +5,14 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import pwd
+import re
 import socket
 import stat
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent import client, sdnotify
+from agent import client, noise, sdnotify
+from agent import silences as mutes
 from agent.model import Alert, Announcement, Book, Signal, SignalSpec, Why
 from agent.signals import SIGNALS
 from agent.web.app import PRIVATE, PUBLIC, allowed_hosts, host_name, make_app
@@ -48,6 +51,8 @@ class FakeView:
         self.broken = False
         self.nvml: list[float | None] = []
         self.told: list[tuple[Any, ...]] = []
+        self.muted: tuple[mutes.Silence, ...] = ()
+        self.changes: list[dict[str, Any]] = []
         self.checked: dict[str, Any] = {"verdict": "page", "node": "gpu-17", "signals": []}
 
     def check(self) -> dict[str, Any]:
@@ -79,6 +84,27 @@ class FakeView:
 
     def transitions(self, after_id: int) -> list[dict[str, Any]]:
         return [{"id": n, "rule": "gpu-temperature"} for n in (1, 2, 3) if n > after_id]
+
+    def silences(self) -> dict[str, Any]:
+        held = [row | {"mutes": [], "text": str(one)} for one, row in zip(
+            mutes.active(self.muted, NOW), mutes.to_plain(mutes.active(self.muted, NOW)), strict=True)]
+        return {"silences": held, "expected": [], "ended": []}
+
+    def silence(self, rule: str, subject: str, for_s: float, why: str, by: str) -> dict[str, Any]:
+        self.muted, made = mutes.add(self.muted, rule, subject, for_s, why, by, NOW)
+        shown: dict[str, Any] = self.silences()["silences"][-1]
+        assert shown["id"] == made.id
+        return shown
+
+    def unsilence(self, wanted: Collection[int], by: str) -> list[dict[str, Any]]:
+        ended = [one for one in self.muted if one.id in wanted]
+        if not ended:
+            raise ValueError("there is no such silence")
+        self.muted = mutes.end(self.muted, wanted, by, NOW)
+        return mutes.to_plain(ended)
+
+    def alert_stats(self, last_s: float) -> dict[str, Any]:
+        return noise.stats(self.changes, NOW - last_s, NOW)
 
     def readings(self) -> list[Signal]:
         return [Signal("router_requests", "edge", "value", NOW, value=8.0, unit="count")]
@@ -226,7 +252,8 @@ def test_what_has_no_page_is_not_found(tcp: Server, path: str) -> None:
     assert fetch(tcp, path)[0] == 404
 
 
-@pytest.mark.parametrize("path", ["/check", "/alerts", "/nvml/release", "/nvml/reopen", "/transitions", "/doctor"])
+@pytest.mark.parametrize("path", ["/check", "/alerts", "/silences", "/silences/end", "/nvml/release", "/nvml/reopen",
+                                  "/transitions", "/doctor"])
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_the_network_gets_no_actions(view: FakeView, tcp: Server, path: str, method: str) -> None:
     """A pod next door posted /nvml/release in a loop and blinded the agent."""
@@ -271,6 +298,34 @@ def test_drilld_asks_where_the_traffic_went(unix: Server) -> None:
 def test_what_drilld_says_wrongly_is_refused_by_name(unix: Server, url: str, body: Any, said: str) -> None:
     """A field that is missing is named; nothing is taken over."""
     with pytest.raises(client.AgentError, match=said) as error:
+        client.ask(Path(unix.address), url, "POST", body)
+    assert error.value.status == 400
+
+
+def test_a_silence_says_who_made_it_as_the_kernel_tells(view: FakeView, unix: Server) -> None:
+    """Not as the request says: the next person on call asks that one."""
+    path, me = Path(unix.address), pwd.getpwuid(os.getuid()).pw_name
+    wish = {"rule": "gpu-temperature", "subject": "GPU-1", "for_s": 7200, "why": "fans", "by": "the other team"}
+
+    made = client.ask(path, "/silences", "POST", wish)
+
+    assert (made["by"], made["until"], made["mutes"]) == (me, NOW + 7200, [])
+    assert [one["id"] for one in client.ask(path, "/silences")["silences"]] == [made["id"]]
+    (ended,) = client.ask(path, "/silences/end", "POST", {"rule": "gpu-temperature", "subject": "GPU-1"})
+    assert (ended["id"], view.muted[0].ended_by) == (made["id"], me)
+
+
+@pytest.mark.parametrize(("url", "body", "said"), [
+    ("/silences", {"rule": "x"}, '"for_s": seconds'), ("/silences", [], '"for_s": seconds'),
+    ("/silences", {"rule": "x", "for_s": 1e9, "why": "y"}, "at most 7 d"),
+    ("/silences", {"rule": "x", "for_s": "nan", "why": "y"}, "at most 7 d"),
+    ("/silences", {"rule": "x", "for_s": 60, "why": " "}, "a reason"),
+    ("/silences/end", {}, '"ids"'), ("/silences/end", {"ids": [77]}, "no such silence"),
+    ("/silences/end", {"rule": "x"}, "no such silence"),
+])
+def test_a_silence_without_an_end_or_a_reason_is_refused(unix: Server, url: str, body: Any, said: str) -> None:
+    """A mute that nobody ends and nobody can explain is found after the outage."""
+    with pytest.raises(client.AgentError, match=re.escape(said)) as error:
         client.ask(Path(unix.address), url, "POST", body)
     assert error.value.status == 400
 
@@ -327,7 +382,9 @@ def test_nvml_is_released_for_a_time(view: FakeView, unix: Server, query: str, w
         ("/transitions?after=-1", "GET", 400, "after='-1' is not the id of a transition"),
         ("/nvml/release", "GET", 405, "use POST"),
         ("/check", "DELETE", 405, "use GET, HEAD"),
-        ("/wp-login.php", "GET", 404, "There is no '/wp-login.php' here. There is: / /alerts /alerts/ /check"),
+        ("/wp-login.php", "GET", 404, "There is no '/wp-login.php' here. There is: / /alerts /alerts/ /alerts/stats"),
+        ("/alerts/stats?last=soon", "GET", 400, "last=soon"),
+        ("/silences", "DELETE", 405, "use GET, POST, HEAD"),
     ],
 )
 def test_a_wrong_request_is_told_what_to_do(unix: Server, path: str, method: str, status: int, says: str) -> None:

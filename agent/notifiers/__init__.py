@@ -23,7 +23,7 @@ from agent.config import (
     day_window,
     read_secret,
 )
-from agent.model import ROUTE, AlertMessage, IncidentMessage, Severity, TryLater
+from agent.model import ROUTE, SILENCED, AlertMessage, IncidentMessage, Severity, TryLater
 from agent.notifiers.alertmanager import Alertmanager
 from agent.notifiers.channel import Channel, Hours
 from agent.notifiers.chat import MISSING, Chat
@@ -48,12 +48,16 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a channel is told: these severities, of rules and subjects that one of the patterns matches."""
+    """What a channel is told: these severities, of rules and subjects that one of the patterns matches.
+
+    `silenced`: of what is silenced here, too. Alertmanager has silences of its own, and others may be told through it.
+    """
 
     channel: str
     severities: frozenset[Severity]
     rules: Sequence[str] = ("*",)
     subjects: Sequence[str] = ("*",)
+    silenced: bool = False
 
     def __call__(self, message: AlertMessage) -> bool:
         """Whether it is told of an alert."""
@@ -61,6 +65,7 @@ class Wanted:
         return (message.severity in self.severities
                 # A drill may have its alerts told to one channel alone, so that no other is woken.
                 and message.annotations.get(ROUTE, self.channel) == self.channel
+                and (self.silenced or SILENCED not in message.annotations)
                 and any(fnmatchcase(rule, pattern) for pattern in self.rules)
                 and any(fnmatchcase(subject, pattern) for pattern in self.subjects))
 
@@ -168,7 +173,7 @@ def build_channels(config: Config, needs: Needs, names: Mapping[str, str]) -> li
     for identity, item in _identities(config):
         name, match = names[identity], item.match or Match()
         severities: tuple[Severity, ...] = () if item.kind == "heartbeat" else item.severities
-        wants = Wanted(name, frozenset(severities), match.rule, match.subject)
+        wants = Wanted(name, frozenset(severities), match.rule, match.subject, item.kind == "alertmanager")
         own = replace(needs, firing=partial(_firing, wants, needs))
         channel = NOTIFIERS[item.kind](name, item, own)
         channel.hours = _hours(item, own if not channel.by_incident else replace(
@@ -213,8 +218,17 @@ def owed_to(routes: Sequence[Route], messages: Iterable[AlertMessage]) -> list[t
 def owed_for_incidents(routes: Sequence[Route], told: Iterable[IncidentMessage]) -> list[tuple[str, AlertMessage]]:
     """The same for those that are told one page an incident: where they want one of its alerts."""
     return [(route.channel.name, one.message) for one in told for route in routes
-            if route.channel.by_incident and (one.change != "updated" or route.channel.updates)
-            and any(route.wants(alert) for alert in one.alerts)]
+            if route.channel.by_incident and _is_owed(route, one)]
+
+
+def _is_owed(route: Route, one: IncidentMessage) -> bool:
+    """Whether a channel is told of what changed in an incident.
+
+    An update pages where the channel has not been told of this incident yet: it wanted none of what was in it before.
+    """
+    if one.change == "updated" and not route.channel.updates and any(map(route.wants, one.before)):
+        return False
+    return any(map(route.wants, one.alerts))
 
 
 def _address(config: WebhookConfig | HeartbeatConfig) -> Callable[[], str]:

@@ -7,9 +7,10 @@ side, guarded by the file's mode, adds what the command line and drilld ask for,
 from __future__ import annotations
 
 import ipaddress
+import pwd
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -61,6 +62,22 @@ class View(Protocol):
 
     def signals(self) -> list[Signal]:
         """All signals of the last tick."""
+
+    def silences(self) -> dict[str, Any]:
+        """{"silences": those that hold, "expected": what drills have announced, "ended": past ones, newest first}.
+
+        A silence: {"id", "rule", "subject", "since", "until", "why", "by", "ended_by"}; one that holds also has "mutes"
+        (the open alerts that it covers, each {"rule", "subject"}) and "text".
+        """
+
+    def silence(self, rule: str, subject: str, for_s: float, why: str, by: str) -> dict[str, Any]:
+        """Mute a rule's pages on a subject; "*" is all of either. Raises ValueError for what cannot be."""
+
+    def unsilence(self, wanted: Collection[int], by: str) -> list[dict[str, Any]]:
+        """End silences by their ids, before their time. Raises ValueError where none of them holds."""
+
+    def alert_stats(self, last_s: float) -> dict[str, Any]:
+        """{"since", "until", "short_s", "rules": [{"rule", "fired", "total_s", "short", …}]}, the noisiest first."""
 
     def readings(self) -> list[Signal]:
         """What is told and judged by no rule (router_requests and so on), in the form of signals."""
@@ -228,6 +245,53 @@ def _alerts(request: Request) -> Reply:
     return _json(request.view.alerts(request.query.get("resolved", "1") != "0"))
 
 
+def _alert_stats(request: Request) -> Reply:
+    last = request.query.get("last", "30d")
+    try:
+        return _json(request.view.alert_stats(duration_s(last)))
+    except Unfit as fault:
+        raise BadRequest(f"last={last}: {fault}") from fault
+
+
+def _silences(request: Request) -> Reply:
+    return _json(request.view.silences())
+
+
+def _silence(request: Request) -> Reply:
+    told = request.body()
+    try:
+        rule, subject, for_s, why = str(told["rule"]), told.get("subject"), float(told["for_s"]), str(told["why"])
+        return _json(request.view.silence(rule, "*" if subject is None else str(subject), for_s, why, _who(request)))
+    except (TypeError, KeyError, AttributeError):
+        raise BadRequest('send {"rule", "subject" or null for all, "for_s": seconds, "why"}') from None
+    except ValueError as fault:
+        raise BadRequest(str(fault)) from None
+
+
+def _unsilence(request: Request) -> Reply:
+    """By ids, or by the rule and subject that a silence was made for."""
+    told = request.body()
+    if not isinstance(told, dict) or not (isinstance(told.get("ids"), list) or told.get("rule")):
+        raise BadRequest('send {"ids": […]} or {"rule", "subject" or null for all}')
+    meant = (told.get("rule"), told.get("subject") or "*")
+    ids = told.get("ids") or [one["id"] for one in request.view.silences()["silences"]
+                              if (one["rule"], one["subject"]) == meant]
+    try:
+        return _json(request.view.unsilence([one for one in ids if isinstance(one, int)], _who(request)))
+    except ValueError as fault:
+        raise BadRequest(str(fault)) from None
+
+
+def _who(request: Request) -> str:
+    """Who asks over the unix socket, as the kernel tells it."""
+    if request.uid is None:
+        return "unknown"
+    try:
+        return pwd.getpwuid(request.uid).pw_name
+    except KeyError:
+        return f"uid {request.uid}"
+
+
 def _doctor(request: Request) -> Reply:
     return _json(request.view.doctor())
 
@@ -329,6 +393,9 @@ PRIVATE: Routes = {
     "/check": {"GET": _check},
     "/gpus": {"GET": _gpus},
     "/alerts": {"GET": _alerts},
+    "/alerts/stats": {"GET": _alert_stats},
+    "/silences": {"GET": _silences, "POST": _silence},
+    "/silences/end": {"POST": _unsilence},
     "/doctor": {"GET": _doctor},
     "/signals": {"GET": _signals},
     "/transitions": {"GET": _transitions},
