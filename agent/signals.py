@@ -762,7 +762,10 @@ def gpu_thermal_margin(ask: Ask) -> Signal:
         left, method = (-over if hot else max(-over, 0.5)), "fallback limit"
     if slowed:
         left, method = min(left, 0.0), "hardware thermal slowdown"
-    evidence = gpu_evidence(ask) | ({} if isinstance(temp, Signal) else {"gpu_temp_c": temp.value})
+    evidence: dict[str, Any] = gpu_evidence(ask)
+    if not isinstance(temp, Signal):
+        own = {"own_limit_c": temp.value + margin.value} if isinstance(margin, Sample) else {}
+        evidence |= {"gpu_temp_c": temp.value, "slowed": bool(slowed), **own}
     at = next((s.at for s in (margin, temp, reason) if isinstance(s, Sample)), None)
     return ask.value(left, at=at, method=method, evidence=evidence)
 

@@ -104,6 +104,13 @@ def _free(e: Evidence) -> str:
     return f"{quantity(e['free_bytes'], 'bytes')} free and falling, limit {quantity(e['floor_bytes'], 'bytes')}"
 
 
+def _heat(e: Evidence) -> str:
+    """A margin of kelvins says little at night; the temperature does."""
+    own = e.get("own_limit_c")
+    limit = "" if own is None else f", its own limit {quantity(own, 'celsius')}"
+    return quantity(e["gpu_temp_c"], "celsius") + limit + (", slowed by its hardware" if e["slowed"] else "")
+
+
 def _in_a_row(reads: float) -> str:
     return "1 read" if reads == 1 else f"{reads:.0f} reads in a row"
 
@@ -121,6 +128,8 @@ TELLERS: Mapping[str, Callable[[Evidence], str]] = {
     "floor_bytes": _free,
     "failed_reads": lambda e: f"{e.get('failing') or 'the engine'} fails, {_in_a_row(e['failed_reads'])}",
     "late_reads": lambda e: f"no answer in time, {_in_a_row(e['late_reads'])}",
+    "slowed": _heat,
+    "own_limit_c": _heat,
     "text": lambda e: str(e["text"]),
 }
 

@@ -89,6 +89,8 @@ def test_a_slow_share_is_told_as_p99_with_its_slo() -> None:
      "no token for 2.17 min with 3 running, 2 waiting"),
     ({"running": 0.0, "waiting": 2.0, "flat_s": 0.0, "waiting_alone_s": 65.0},
      "2 waiting and none running for 65 s"),
+    ({"gpu_temp_c": 91.0, "slowed": True, "own_limit_c": 89.0}, "91 °C, its own limit 89 °C, slowed by its hardware"),
+    ({"gpu_temp_c": 85.5, "slowed": False, "own_limit_c": 87.0}, "85.5 °C, its own limit 87 °C"),
     ({"lost": {"queue_age of e": "timeout"}}, "queue_age of e: timeout"), ({"lost": {}}, "0"),
     ({"free_bytes": 314572800.0, "floor_bytes": 536870912.0}, "300 MiB free and falling, limit 512 MiB"), ({}, "0"),
 ])
