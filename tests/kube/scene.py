@@ -33,8 +33,10 @@ def kubeconfig(folder: Path, namespace: str, *, url: str = "", like: Path | None
                 "clusters": [{"name": "test", "cluster": {"server": url, "insecure-skip-tls-verify": True}}],
                 "users": [{"name": "test", "user": {"token": "of-a-test"}}],
                 "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": namespace}}]}
+    # Beside the other one: its certificates may be named by relative paths.
     file = folder / "kubeconfig" if like is None else like.with_name(f".{like.name}.{namespace}")
-    file.write_text(json.dumps(told))  # beside the other one: its certificates may be named by relative paths
+    file.touch(mode=0o600)  # it holds the other one's key
+    file.write_text(json.dumps(told))
     return str(file)
 
 
@@ -46,6 +48,7 @@ class Api:
     namespace: str
     stand_in: StandIn | None
     nodes: list[str] = field(default_factory=list)
+    namespaces: list[str] = field(default_factory=list)
 
     def make_namespace(self, name: str | None = None, *, opted_in: bool = True) -> str:
         """A namespace, if there is none, and the account without which a real server takes no pod into it."""
@@ -53,18 +56,28 @@ class Api:
         labels = {OPT_IN: "true"} if opted_in else {}
         if self.cluster.get(path_of("", "v1", "namespaces", None, name)) is None:
             self.post("", "namespaces", {"metadata": {"name": name, "labels": labels}}, "Namespace", namespace=None)
+            self.namespaces.append(name)
         with suppress(ClusterError):  # its controller was faster
             self.post("", "serviceaccounts", {"metadata": {"name": "default"}}, "ServiceAccount", namespace=name)
         return name
 
     def clear(self) -> None:
-        """Take away what a real server would keep: no controller empties a namespace there."""
-        for pod in self.cluster.pods(self.namespace):
-            self.gone(pod)
+        """Take away what a real server would keep."""
+        for namespace in self.namespaces:
+            for pod in self.cluster.pods(namespace):
+                self.gone(pod)
         for name in self.nodes:
-            self.cluster.ask("DELETE", path_of("", "v1", "nodes", None, name))
+            with suppress(ClusterError):
+                self.cluster.ask("DELETE", path_of("", "v1", "nodes", None, name))
+        for namespace in self.namespaces:
+            self.drop_namespace(namespace)
+
+    def drop_namespace(self, name: str) -> None:
+        """Take a namespace away: no controller ends it there, and while it ends nothing new comes under its name."""
+        path = path_of("", "v1", "namespaces", None, name)
         with suppress(ClusterError):
-            self.cluster.ask("DELETE", path_of("", "v1", "namespaces", None, self.namespace))
+            left = self.cluster.ask("DELETE", path)
+            self.cluster.ask("PUT", f"{path}/finalize", body={**left, "spec": {"finalizers": []}})
 
     def post(self, group: str, plural: str, body: Mapping[str, Any], kind: str, namespace: str | None = "") -> Object:
         """Make an object in the test's namespace, in another one, or (None) in none."""
