@@ -89,6 +89,16 @@ class EngineFacts:
     closed: tuple[str, ...] = ()  # subjects that a change of shape ended
 
 
+class MigFacts(NamedTuple):
+    """One MIG instance of a GPU as NVML names it: a compute instance in a GPU instance, by its own UUID."""
+
+    uuid: str
+    gi: int
+    ci: int
+    name: str = ""  # with its profile, as in "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+    pids: tuple[int, ...] = ()  # of processes that compute on it, where NVML tells
+
+
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
     """One GPU as NVML names it. `bdf` is domain:bus:device in lower-case hex, without the function."""
@@ -100,6 +110,7 @@ class GpuFacts:
     limit_c: float | None = None  # the card's own limit, where it tells one; 127 is none
     found: tuple[Found, ...] = ()
     pids: tuple[int, ...] = ()  # of processes that compute on it, where NVML tells
+    instances: tuple[MigFacts, ...] = ()
 
 
 class FoundEngine(NamedTuple):
@@ -243,7 +254,7 @@ SAMPLES: Mapping[str, Kind] = {
     "router_worker_inflight": "gauge",  # requests; key: replica
     "router_inflight": "gauge",  # requests
     "router_queue": "gauge",  # requests that wait in the router
-    # of a GPU (subject: its UUID)
+    # of a GPU (subject: its UUID); of a MIG instance (subject: its own UUID) only its memory
     "gpu_temp_c": "gauge",
     "gpu_margin_c": "gauge",  # kelvins left to the card's own limit; <= 0 is at or past it
     "gpu_util": "gauge",  # ratio

@@ -36,6 +36,7 @@ from agent.model import (
     Gap,
     GpuFacts,
     IncidentMessage,
+    MigFacts,
     PodFacts,
     Rule,
     Sample,
@@ -146,7 +147,9 @@ class Node:
         for name in [n for n in self.learned.targets if n not in configured]:
             del self.learned.targets[name]
         for uuid, known in self.learned.gpus.items():
-            self.gpus[uuid] = GpuFacts(uuid, known["index"], known["name"], known["bdf"], known["limit_c"])
+            instances = tuple(MigFacts(*row) for row in known.get("instances", ()))
+            self.gpus[uuid] = GpuFacts(uuid, known["index"], known["name"], known["bdf"], known["limit_c"],
+                                       instances=instances)
         if not self.setup.watches_gpus:
             for uuid in list(self.gpus):
                 self._forget_gpu(uuid)
@@ -170,9 +173,7 @@ class Node:
         if batch.router is not None:
             self.routers[batch.router.target] = batch.router
         for gpu in batch.gpus or ():
-            self.gpus[gpu.uuid] = gpu
-            self.gpu_seen_at[gpu.uuid] = batch.at
-            self.learned.gpus[gpu.uuid] = {"index": gpu.index, "name": gpu.name, "bdf": gpu.bdf, "limit_c": gpu.limit_c}
+            self._take_gpu(gpu, batch.at)
         self.learned.gpu_count = max(self.learned.gpu_count, len(batch.gpus or ()))
         if batch.gpus is not None and batch.error is None:  # () says that there is none, a failed read says nothing
             for uuid in [u for u in self.gpus if batch.at - self.gpu_seen_at.setdefault(u, batch.at) > GONE_S]:
@@ -183,6 +184,21 @@ class Node:
             self._pods[batch.source] = batch.pods
         if batch.workloads is not None:
             self.workloads = batch.workloads
+
+    def _take_gpu(self, gpu: GpuFacts, at: float) -> None:
+        before = self.gpus.get(gpu.uuid)
+        for instance in () if before is None else before.instances:
+            if instance.uuid not in [one.uuid for one in gpu.instances]:  # it was destroyed
+                self._forget_instance(instance.uuid)
+        self.gpus[gpu.uuid] = gpu
+        self.gpu_seen_at[gpu.uuid] = at
+        self.learned.gpus[gpu.uuid] = {
+            "index": gpu.index, "name": gpu.name, "bdf": gpu.bdf, "limit_c": gpu.limit_c,
+            "instances": [[one.uuid, one.gi, one.ci, one.name] for one in gpu.instances]}
+
+    def _forget_instance(self, uuid: str) -> None:
+        self.learned.gpu_full_at_start.pop(uuid, None)
+        self.windows.forget(uuid)
 
     def _take_hardware(self, reading: Sample | Gap) -> None:
         """Learn what is usual here, and when a GPU began anew."""
@@ -311,12 +327,14 @@ class Node:
         return None if not uid else next((pod for pod in self.pods() if pod.uid == uid), None)
 
     def _gpus_given(self, pod: PodFacts | None) -> list[int]:
-        """The indices of the GPUs that a pod was given, as the kubelet tells."""
-        if pod is None:
-            return []
-        uuids = {uuid for one in self.pods() if (one.namespace, one.name) == (pod.namespace, pod.name)
-                 for uuid in one.gpus}
-        return [gpu.index for gpu in self.gpus.values() if gpu.uuid in uuids]
+        """The indices of the GPUs that a pod was given, or a MIG instance of."""
+        uuids = self._given(pod)
+        return [gpu.index for gpu in self.gpus.values() if uuids & {gpu.uuid, *(one.uuid for one in gpu.instances)}]
+
+    def _given(self, pod: PodFacts | None) -> set[str]:
+        """The UUIDs of the GPUs and MIG instances that a pod was given, as the kubelet tells."""
+        return set() if pod is None else {uuid for one in self.pods() for uuid in one.gpus
+                                          if (one.namespace, one.name) == (pod.namespace, pod.name)}
 
     def pods_of(self, subject: str) -> list[PodFacts]:
         """The pods that an alert of this subject touches: the engine's own, or those on a GPU, Running or not."""
@@ -324,13 +342,21 @@ class Node:
         own = None if target is None else self._pod_of(target.name)
         if own is not None:
             return [own]
-        if subject not in self.gpus and subject not in self.gone:
+        if not {subject} & {*self.gpus, *self.gone, *self.scene.instances}:
             return []
-        on = [pod for pod in self.pods() if subject in pod.gpus]
-        owners = (self._pod_of(t.name) for t in self.scene.targets.values()
-                  if subject in self.gpus and self.gpus[subject].index in t.gpus)
+        parts = {one.uuid for gpu in (self.gpus.get(subject),) if gpu is not None for one in gpu.instances}
+        on = [pod for pod in self.pods() if not {subject, *parts}.isdisjoint(pod.gpus)]
+        owners = (self._pod_of(t.name) for t in self.scene.targets.values() if subject in t.instances
+                  or (subject in self.gpus and self.gpus[subject].index in t.gpus))
         on += [pod for pod in owners if pod is not None]
         return list({(pod.namespace, pod.name): pod for pod in on}.values())
+
+    def _instances_of(self, target: Target) -> tuple[str, ...]:
+        """The MIG instances that a target's pod was given, or on which its processes compute."""
+        engine, given = self.pids.get(target.port), self._given(self._pod_of(target.name))
+        pids = set() if engine is None else set(engine.pids)
+        return tuple(one.uuid for gpu in self.gpus.values() for one in gpu.instances
+                     if one.uuid in given or not pids.isdisjoint(one.pids))
 
     def advice(self, name: str) -> list[str]:
         """What a person should know of a target beside its numbers: what nothing here can see, and what would."""
@@ -382,6 +408,8 @@ class Node:
 
     def _forget_gpu(self, uuid: str) -> None:
         self.gone[uuid] = self.gpus[uuid]
+        for instance in self.gpus[uuid].instances:
+            self._forget_instance(instance.uuid)
         for known in (self.gpus, self.gpu_seen_at, self.learned.gpus, self.learned.gpu_full_at_start):
             known.pop(uuid, None)
         self.windows.forget(uuid)
@@ -393,7 +421,8 @@ class Node:
             # one that never told its engines is judged as one engine: what is not known of it has a row and a reason
             found[target.name] = replace(target, engines=tuple(known.get("engines", (target.name,))),
                                          stopping_at=self.learned.found.get(target.name, {}).get("stopping_at"),
-                                         gpus=self._gpus_of(target), first_seen_at=known["first_seen_at"],
+                                         gpus=self._gpus_of(target), instances=self._instances_of(target),
+                                         first_seen_at=known["first_seen_at"],
                                          ever_up=known.get("ever_up", False))
         return found
 
@@ -415,14 +444,20 @@ class Node:
         if any(event.kind == "boot" for event in self._events):
             self.learned.nvlinks.clear()
         by_address = {gpu.bdf: uuid for uuid, gpu in self.gpus.items()}
-        self.history.fold(self._events, by_address.get)
+        self.history.fold(self._events, by_address.get, self._instance_at)
         self._events = []
         self.learned.hardware = self.history.saved()
+
+    def _instance_at(self, device: str, gi: int, ci: int | None) -> str | None:
+        """The MIG instance that a line means; None where it is none or several of those that NVML shows."""
+        found = [one.uuid for gpu in self.gpus.values() if gpu.bdf == device for one in gpu.instances
+                 if one.gi == gi and ci in (None, one.ci)]
+        return found[0] if len(found) == 1 else None
 
     def _learn_full_gpus(self) -> None:
         """What share of a GPU's memory its engine holds 10 m after its start: what is so by design wakes nobody."""
         scene, full = self.scene, self.learned.gpu_full_at_start
-        for uuid in self.gpus:
+        for uuid in (*self.gpus, *scene.instances):
             target = scene.target_on(uuid)
             if target is None or not target.engines:
                 continue
@@ -705,6 +740,11 @@ class Node:
     def _place(self, subject: str) -> tuple[str, str]:
         """A subject for a title and for a text: people know a GPU by its index on a node."""
         gpu, node = self.gpus.get(subject) or self.gone.get(subject), self.setup.node
+        for owner in (*self.gpus.values(), *self.gone.values()):
+            for one in owner.instances:
+                if one.uuid == subject:
+                    place = f"MIG {one.gi}/{one.ci} of GPU {owner.index}"
+                    return f"{place} on {node}", f"{place} ({', '.join(filter(None, (subject, one.name)))})"
         if gpu is None and re.fullmatch(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}", subject):
             return f"device {subject} on {node}", f"device {subject}"
         if gpu is not None:

@@ -235,25 +235,44 @@ def gpus_report(answer: Answer, *, show_all: bool) -> Report:
                Column("NAME", drop=4), Column("WHY"))
     rows = []
     for gpu in gpus:
-        index = NOTHING if gpu["index"] is None else str(gpu["index"])
         uuid = gpu["subject"] if gpu["index"] is not None else ""
-        rows.append([clean(cell) for cell in (index, gpu["verdict"], gpu["code"] or "", gpu["bdf"] or "", uuid,
+        rows.append([clean(cell) for cell in (_numbered(gpu), gpu["verdict"], gpu["code"] or "", gpu["bdf"] or "", uuid,
                                               gpu["name"] or "", gpu["text"])])
     if rows:
         report.append(Table(columns, rows, f"GPUs of {clean(answer['node'])}"))
-    of_all = [(f"GPU {g['index']}" if g["index"] is not None else g["subject"], g["findings"]) for g in gpus]
+    of_all = [(_named(g), g["findings"]) for g in gpus]
     for name, found in (*of_all, (answer["node"], answer["node_findings"])):
         report += [clean(f"{name}: {f['code']} ({f['severity']}{', pending' if f['pending'] else ''}): {f['text']}")
                    + ("" if f["text"].endswith(f["do"]) else clean(f". Do: {f['do']}")) for f in found]
     report += _unchecked(answer, show_all=show_all)
     report += [f"Looked for {clean(what)}" for what in answer.get("looked_for") or ()]
     worst = str(answer["verdict"]).upper()
-    counts = ", ".join(f"{sum(g['verdict'] == v for g in gpus)} {v}" for v in dict.fromkeys(
-        g["verdict"] for g in gpus))
+    counts = _counts([g for g in gpus if not g.get("mig")])
+    of_mig = _counts([g for g in gpus if g.get("mig")])
+    counts += f"; MIG: {of_mig}" if of_mig else ""
     report.append(f"{worst}: {counts}" if counts else f"{worst}: {clean(answer.get('why') or 'found no GPU')}")
     if counts and answer.get("why"):
         report.append(f"Mind: {clean(answer['why'])}")
     return report
+
+
+def _counts(gpus: Sequence[Answer]) -> str:
+    verdicts = [g["verdict"] for g in gpus]
+    return ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
+
+
+def _numbered(gpu: Answer) -> str:
+    """3, a MIG instance of it 3:5/0 (GPU instance / compute instance)."""
+    if gpu["index"] is None:
+        return NOTHING
+    return f"{gpu['index']}" + (f":{mig['gi']}/{mig['ci']}" if (mig := gpu.get("mig")) else "")
+
+
+def _named(gpu: Answer) -> str:
+    if gpu["index"] is None:
+        return str(gpu["subject"])
+    mig = gpu.get("mig")
+    return f"MIG {mig['gi']}/{mig['ci']} of GPU {gpu['index']}" if mig else f"GPU {gpu['index']}"
 
 
 def _unchecked(answer: Answer, *, show_all: bool) -> Report:
@@ -262,8 +281,7 @@ def _unchecked(answer: Answer, *, show_all: bool) -> Report:
     for gpu in answer["gpus"]:
         for item in gpu["unchecked"]:
             if show_all or item["state"] == "UNKNOWN":
-                name = gpu["subject"] if gpu["index"] is None else f"GPU {gpu['index']}"
-                lines.setdefault((item["code"], item["why"]), []).append(name)
+                lines.setdefault((item["code"], item["why"]), []).append(_named(gpu))
     for item in answer.get("node_unchecked") or ():
         if show_all or item["state"] == "UNKNOWN":
             lines.setdefault((item["code"], item["why"]), []).append(answer["node"])

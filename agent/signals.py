@@ -48,6 +48,7 @@ class Target:
     slo: Slo = field(default_factory=Slo)
     profile: str = "latency"
     gpus: tuple[int, ...] = ()
+    instances: tuple[str, ...] = ()  # MIG instances, by UUID
     first_seen_at: float = 0.0
     ever_up: bool = True
     startup_within_s: float = 600.0
@@ -113,10 +114,18 @@ class Scene:
         return found
 
     def target_on(self, uuid: str) -> Target | None:
-        """The one target on a GPU; None where there is none, or more than one."""
+        """The one target on a GPU or MIG instance; None where there is none, or more than one."""
         gpu = self.gpus.get(uuid)
-        on = [t for t in self.targets.values() if gpu is not None and gpu.index in t.gpus]
+        on = [t for t in self.targets.values() if (gpu is not None and gpu.index in t.gpus) or uuid in t.instances]
         return on[0] if len(on) == 1 else None
+
+    @property
+    def instances(self) -> Mapping[str, GpuFacts]:
+        """The MIG instances by UUID, each with its GPU."""
+        if ("instances",) not in self.memo:
+            self.memo[("instances",)] = {one.uuid: gpu for gpu in self.gpus.values() for one in gpu.instances}
+        found: Mapping[str, GpuFacts] = self.memo[("instances",)]
+        return found
 
 
 def tellers(windows: Windows, target: Target, name: str) -> tuple[str, ...]:
@@ -1288,7 +1297,8 @@ def blind(scene: Scene, rule: Rule, root: str, signals: Mapping[tuple[str, str],
     if ("lost",) not in scene.memo:
         scene.memo[("lost",)] = [(subject, s) for (rule_id, subject), s in signals.items()
                                  if s.state == "gap" and rule_id in required and not s.evidence.get("young")]
-    subjects = {root, *(target.engines if target else ())}
+    instances = [uuid for uuid, gpu in scene.instances.items() if gpu.uuid == root]
+    subjects = {root, *(target.engines if target else ()), *instances}
     lost = {f"{s.id} of {s.subject}": s.why for subject, s in scene.memo[("lost",)] if subject in subjects}
     return ask.value(float(len(lost)), evidence={"lost": lost})
 
@@ -1362,6 +1372,7 @@ SIGNALS: Mapping[str, tuple[SignalSpec, Callable[[Ask], Signal]]] = {row[0].id: 
     _row("watcher", "of limit", "any", "how late a source is, or a channel cannot deliver", watcher,
          late_intervals="number", failing="duration"),
 )}
+OF_INSTANCES = frozenset({"gpu_utilization", "gpu_memory", "gpu_memory_low", "gpu_memory_growth"})  # of MIG ones too
 CATALOGUE: Mapping[str, SignalSpec] = {name: spec for name, (spec, _) in SIGNALS.items()}
 
 
@@ -1370,7 +1381,10 @@ def subjects(scene: Scene, spec: SignalSpec) -> list[str]:
     if spec.subject == "any":
         return list(scene.told.get(spec.id, ()))
     if spec.id in hardware.XID_SIGNALS:  # of a GPU that nobody can name any more, and of switches too
-        return list(dict.fromkeys([*scene.gpus, *scene.history.subjects()]))
+        ended = {s for s in scene.history.subjects() if s.startswith("MIG-") and s not in scene.instances}
+        return list(dict.fromkeys([*scene.gpus, *(s for s in scene.history.subjects() if s not in ended)]))
+    if spec.id in OF_INSTANCES:
+        return [*scene.gpus, *scene.instances]
     memo, key = scene.memo, ("subjects", spec.subject)
     if key not in memo:
         engines = [e for t in scene.targets.values() for e in t.engines]
@@ -1473,6 +1487,10 @@ def alert_labels(scene: Scene, rule: Rule, alert: Alert) -> dict[str, str]:
         target = scene.target_on(alert.subject)
         if target is not None and target.ever_up:
             labels |= {"engine": target.engines[0]} if len(target.engines) == 1 else {}
+    elif alert.subject in scene.instances:
+        labels |= {"gpu": scene.instances[alert.subject].uuid, "mig": alert.subject}
+        target = scene.target_on(alert.subject)
+        labels |= {"engine": target.engines[0]} if target is not None and len(target.engines) == 1 else {}
     elif alert.subject not in scene.users and scene.target_of(alert.subject) is not None:
         labels["engine"] = alert.subject
     return {k: v for k, v in labels.items() if v}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.fake_nvml.reader import Reader
+from tests.needs import need
 
 # Set, these would send requests for 127.0.0.1 through a proxy, rename the node, notify somebody's real systemd, or hold
 # drills in somebody's real cluster.
@@ -51,6 +54,22 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     report = yield
     _refuse_skip(report)
     return report
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> Iterator[Reader]:
+    """One child with the stand-in for NVIDIA's library for a whole file: starting Python is what would take long."""
+    need("gcc", "make")
+    reader = Reader()
+    yield reader
+    reader.end()
+
+
+@pytest.fixture
+def nvml(stand_in: Reader) -> Iterator[Reader]:
+    """That child for one story, which `begin` begins; when the test ends, whatever hangs in it returns."""
+    yield stand_in
+    stand_in.play({"gpus": []})
 
 
 @pytest.fixture

@@ -94,11 +94,12 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "agent.sources.kernel_log": Row("agent.hardware.lines agent.model", WORLD),
     "agent.sources.nvml": Row(
-        "agent.model agent.sources.gpu_devices agent.sources.nvml_events agent.sources.nvml_state"
-        " agent.sources.nvml_values", WORLD
+        "agent.model agent.sources.gpu_devices agent.sources.nvml_events agent.sources.nvml_mig"
+        " agent.sources.nvml_state agent.sources.nvml_values", WORLD
     ),
     "agent.sources.nvml_events": Row("agent.model agent.sources.nvml_values", WORLD),
     "agent.sources.gpu_devices": Row("agent.model", WORLD),
+    "agent.sources.nvml_mig": Row("agent.model agent.sources.nvml_values", "pynvml"),
     "agent.sources.nvml_state": Row("agent.sources agent.sources.nvml_values", "ctypes pynvml"),
     "agent.sources.nvml_values": Row("agent.hardware.lines agent.model", "pynvml"),
     "agent.notifiers": Row(

@@ -37,25 +37,15 @@ NOT_SUPPORTED, UNINITIALIZED, NOT_LOADED, LOST, UNKNOWN = 3, 1, 9, 15, 999
 Start = Callable[..., Reader]
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Reader]:
-    """One child with the stand-in for the whole file: starting Python is what would take long."""
-    need("gcc", "make")
-    reader = Reader()
-    yield reader
-    reader.end()
-
-
 @pytest.fixture
-def start(shared: Reader, tmp_path: Path) -> Iterator[Start]:
-    """Begin a story; when the test ends, whatever hangs in it returns."""
+def start(nvml: Reader, tmp_path: Path) -> Start:
+    """Begin a story."""
 
     def begin(scenario: Mapping[str, Any] | Path, deadline_s: float = 5.0) -> Reader:
-        shared.begin(scenario, tmp_path, deadline_s)
-        return shared
+        nvml.begin(scenario, tmp_path, deadline_s)
+        return nvml
 
-    yield begin
-    shared.play({"gpus": []})
+    return begin
 
 
 @pytest.fixture

@@ -68,9 +68,20 @@ class Entry:
         return [cluster for cluster in self.clusters if cluster.last_at > at]
 
     @property
+    def whose(self) -> str:
+        """The MIG instance that it is of alone, else `subject`."""
+        return str(self.detail.get("mig") or self.subject)
+
+    @property
     def code(self) -> str:
         """Stable, for scripts."""
         return f"{self.kind}.{self.number}" if self.number is not None else self.kind
+
+
+def of_instance_alone(kind: str, number: int | None, detail: Mapping[str, Any]) -> bool:
+    """Whether an error is of one MIG instance and its application: what asks for a reset is the whole GPU's."""
+    return (kind == "xid" and detail.get("instance") is not None and number != RECOVERY_CHANGED
+            and RANK[xid(number or 0).action] < RANK["drain_p2p"])
 
 
 class History:
@@ -105,8 +116,10 @@ class History:
 
     # --- folding ----------------------------------------------------------------------------------------------------
 
-    def fold(self, events: Iterable[Event], subject_of: Callable[[str], str | None]) -> None:
-        """Learn from events, in their order. `subject_of`: a device's UUID where NVML tells it.
+    def fold(self, events: Iterable[Event], subject_of: Callable[[str], str | None],
+             instance_of: Callable[[str, int, int | None], str | None] = lambda *_: None) -> None:
+        """Learn from events, in their order. `subject_of`: a device's UUID where NVML tells it; `instance_of`: that of
+        a MIG instance of it, by GPU instance and compute instance.
 
         What NVML has no number for comes last: it is whatever is left.
         """
@@ -121,18 +134,22 @@ class History:
                     if entry.device == event.device:
                         entry.detail["at_least"] = True
             else:
-                self._add(event, subject_of(event.device) or self.uuids.get(event.device) or event.device)
+                subject = subject_of(event.device) or self.uuids.get(event.device) or event.device
+                self._add(event, subject, instance_of)
 
-    def _add(self, event: Event, subject: str) -> None:
+    def _add(self, event: Event, subject: str, instance_of: Callable[[str, int, int | None], str | None]) -> None:
         kind, number = ("xid", FALLEN) if event.kind == "lost" else (event.kind, event.number)
         detail = {name: event.detail[name] for name in SAID if name in event.detail}
         if number == UNKNOWN_NUMBER and event.origin == "nvml":
             number = self._number_near(event) or number
-        apart = (detail.get("instance", ""), detail.get("fatal", ""), detail.get("drill", ""))
+        mig = instance_of(event.device, detail["instance"], detail.get("compute_instance")) \
+            if of_instance_alone(kind, number, detail) else None
+        if mig is not None:
+            detail["mig"] = mig
+        apart = [detail.get(name, "") for name in ("instance", "compute_instance", "fatal", "drill")]
         key = ":".join(str(part) for part in (kind, event.device, number, *apart))
-        if event.origin == "nvml" and key not in self.entries:  # NVML tells no text: whichever the log told
-            key = next((k for k, e in self.entries.items() if (e.kind, e.device, e.number) ==
-                        (kind, event.device, number)), key)
+        if key not in self.entries:
+            key = self._known_as(key, event, kind, number)
         entry = self.entries.get(key)
         if entry is None:
             self._make_room(event.at)
@@ -147,6 +164,23 @@ class History:
         entry.last_at = max(entry.last_at, event.at)
         if number == RECOVERY_CHANGED and RECOVERY.get(detail.get("action", -1)) == "none" and "drill" not in detail:
             self.well[entry.subject] = event.at
+
+    def _known_as(self, key: str, event: Event, kind: str, number: int | None) -> str:
+        """The key of what the log tells and NVML too, each as exactly as it can: NVML no text, and not every instance.
+
+        NVML's is whichever the log told; the log's takes over what NVML told a moment before.
+        """
+        same = {k: e for k, e in self.entries.items() if (e.kind, e.device, e.number) == (kind, event.device, number)}
+        told = event.detail.get("instance")
+        same = {k: e for k, e in same.items() if None in (told, e.detail.get("instance"))
+                or told == e.detail["instance"]}
+        if event.origin == "nvml":
+            return next(reversed(same), key)
+        near = [k for k, e in same.items() if e.clusters and e.clusters[-1].in_nvml > e.clusters[-1].in_log
+                and abs(e.clusters[-1].last_at - event.first_at) <= JOIN_S]
+        if near:
+            self.entries[key] = self.entries.pop(near[-1])
+        return key
 
     def _count(self, entry: Entry, new: Cluster) -> None:
         last = entry.clusters[-1] if entry.clusters else None
@@ -195,7 +229,7 @@ class History:
 
     def subjects(self) -> list[str]:
         """What anything is remembered of."""
-        return list(dict.fromkeys(e.subject for e in self.entries.values() if e.kind in ("xid", "sxid")))
+        return list(dict.fromkeys(e.whose for e in self.entries.values() if e.kind in ("xid", "sxid")))
 
     def counted(self, kind: str, since: float) -> tuple[int, str]:
         """How many of a kind came after a time, and the text of the last."""
@@ -228,7 +262,8 @@ def findings(history: History, now: float, overrides: Mapping[int, Severity],
 
     `recovery`: what NVML says now of a subject (an action); None or absent: it does not tell.
     """
-    found = []
+    found: list[Finding] = []
+    loud: list[Entry] = []
     entries = [e for e in history.entries.values() if e.kind in ("xid", "sxid") and e.clusters]
     for entry in entries:
         if not _stands(entry, entries, history):
@@ -241,7 +276,8 @@ def findings(history: History, now: float, overrides: Mapping[int, Severity],
         if now - entry.last_at <= hold_s or (_repeats(entry) and now - entry.last_at <= DAY_S):
             action = stronger(finding.action, told if RANK[finding.action] >= RANK["drain_p2p"] else None)
             found.append(finding._replace(action=action, text=f"{finding.text}: {_then(entry, action)}"))
-    found += _bursts(found, entries, now)
+            loud += [entry] if finding.severity == "page" and not entry.detail.get("drill") else []
+    found += _bursts(loud, now)
     return sorted(found, key=lambda f: (-_LOUD[f.severity], -RANK[f.action], -f.last_at))
 
 
@@ -290,7 +326,7 @@ def _of_switch(entry: Entry) -> Finding:
     severity: Severity = "page" if fatal else "log" if corrected else "ticket"
     action = "reboot" if number in table.reboot else "reset" if fatal else "none"
     means = table.means.get(number) or str(entry.detail.get("text") or "an NVSwitch error")[:80]
-    return Finding(entry.code, entry.subject, severity, "link", action, f"SXid {number} ({means}){_times(entry)}",
+    return Finding(entry.code, entry.whose, severity, "link", action, f"SXid {number} ({means}){_times(entry)}",
                    entry.count, entry.first_at, entry.last_at)
 
 
@@ -311,7 +347,7 @@ def _of_xid(entry: Entry, entries: Sequence[Entry], now: float, overrides: Mappi
     if number not in xids() or number == UNKNOWN_NUMBER:
         means = str(entry.detail.get("text") or means)[:120]
     text = f"Xid {number} ({means}){_times(entry)}{_more(entry, entries)}"
-    return Finding(entry.code, entry.subject, severity, row.group, action, text, entry.count, entry.first_at,
+    return Finding(entry.code, entry.whose, severity, row.group, action, text, entry.count, entry.first_at,
                    entry.last_at, bool(entry.detail.get("injected")))
 
 
@@ -338,7 +374,7 @@ def _more(entry: Entry, entries: Sequence[Entry]) -> str:
     if detail.get("link") is not None:
         said.append(f"link {detail['link']}")
     if detail.get("instance") is not None:
-        said.append(f"MIG instance {detail['instance']}")
+        said.append("MIG instance " + "/".join(str(detail[n]) for n in ("instance", "compute_instance") if n in detail))
     if detail.get("pid") is not None:
         said.append(f"noticed by pid {detail['pid']}" + (f" {detail['process']}" if detail.get("process") else ""))
     within_s = MEMORY_S if entry.number == DOUBLE_BIT else CAUSE_S
@@ -350,13 +386,11 @@ def _more(entry: Entry, entries: Sequence[Entry]) -> str:
     return f", {', '.join(said)}" if said else ""
 
 
-def _bursts(found: Sequence[Finding], entries: Sequence[Entry], now: float) -> list[Finding]:
-    """A GPU that fails again and again is not mended by one more reset."""
+def _bursts(loud: Sequence[Entry], now: float) -> list[Finding]:
+    """A GPU that fails again and again, in whichever MIG instance, is not mended by one more reset."""
     more = []
-    loud = {(f.code, f.subject) for f in found if f.severity == "page"}
-    for subject in dict.fromkeys(f.subject for f in found if f.severity == "page"):
-        times = sorted(c.first_at for e in entries if (e.code, e.subject) in loud and e.subject == subject
-                       and not e.detail.get("drill") for c in e.since(now - DAY_S))
+    for subject in dict.fromkeys(entry.subject for entry in loud):
+        times = sorted(c.first_at for e in loud if e.subject == subject for c in e.since(now - DAY_S))
         incidents = [at for n, at in enumerate(times) if n == 0 or at - times[n - 1] > MEMORY_S]
         if len(incidents) >= BURST:
             text = f"{len(incidents)} incidents in 24 h on one GPU: {IN_WORDS['replace']}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from agent.model import GpuFacts
+from agent.model import GpuFacts, MigFacts
 
 Verdict = Literal["HEALTHY", "WATCH", "DRAIN", "REPLACE", "UNKNOWN"]
 VERDICTS: tuple[Verdict, ...] = ("HEALTHY", "WATCH", "DRAIN", "REPLACE", "UNKNOWN")
@@ -73,6 +73,16 @@ def _verdict(rows: Sequence[Row], found: Sequence[Mapping[str, Any]]) -> Verdict
     return "UNKNOWN" if blind or not seen else "HEALTHY"
 
 
+def _of_instance(one: MigFacts, rows: Sequence[Row], gpu: Mapping[str, Any]) -> dict[str, Any]:
+    """A MIG instance is as well as itself and its GPU are; without a finding of its own it is what its GPU is."""
+    own = _of(one.uuid, rows)
+    if not own["findings"] or RANK[own["verdict"]] < RANK[gpu["verdict"]]:
+        own |= {name: gpu[name] for name in ("verdict", "code", "do")}
+        own["text"] = f"its GPU {gpu['index']}: {gpu['text']}"
+    return own | {"index": gpu["index"], "name": one.name, "bdf": gpu["bdf"],
+                  "mig": {"gpu": gpu["subject"], "gi": one.gi, "ci": one.ci}}
+
+
 def _of(subject: str, rows: Sequence[Row]) -> dict[str, Any]:
     found = _findings(rows)
     verdict = _verdict(rows, found)
@@ -91,22 +101,35 @@ def _of(subject: str, rows: Sequence[Row]) -> dict[str, Any]:
             "unchecked": unchecked}
 
 
+def _place(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """GPUs by index, each with its MIG instances behind it; what has no index last."""
+    mig = entry["mig"]
+    of = entry["subject"] if mig is None else mig["gpu"]
+    return entry["index"] is None, entry["index"] or 0, of, *((-1, -1) if mig is None else (mig["gi"], mig["ci"]))
+
+
 def verdicts(rows: Sequence[Row], gpus: Mapping[str, GpuFacts], node: str) -> dict[str, Any]:
     """{"verdict", "node", "gpus": […], "node_findings": […], "why"} from the rows of `check`.
 
     A GPU's entry: subject (its UUID, or the PCI address of what has none), index, name, bdf, verdict, code, text, do,
-    findings, unchecked. `verdict` overall is as `check` has it: healthy, ticket, page, unknown.
+    findings, unchecked, mig. A MIG instance has an entry of its own after its GPU's, with that GPU's index and address
+    and `mig`: {"gpu": UUID, "gi", "ci"}; of others `mig` is None. `verdict` overall is as `check` has it: healthy,
+    ticket, page, unknown.
     """
     mine = [row for row in rows if row["rule"] in RULES]
     of_node = [row for row in mine if row["subject"] == node]
-    subjects = dict.fromkeys([*gpus, *(row["subject"] for row in mine if row["subject"] != node)])
+    instances = {one.uuid: one for facts in gpus.values() for one in facts.instances}
+    subjects = dict.fromkeys([*gpus, *(row["subject"] for row in mine if row["subject"] not in (node, *instances))])
     entries = []
     for subject in subjects:
         facts = gpus.get(subject)
         more = {"index": None if facts is None else facts.index, "name": None if facts is None else facts.name,
-                "bdf": subject if facts is None else facts.bdf}
-        entries.append(_of(subject, [row for row in mine if row["subject"] == subject]) | more)
-    entries.sort(key=lambda e: (e["index"] is None, e["index"], e["subject"]))
+                "bdf": subject if facts is None else facts.bdf, "mig": None}
+        of_gpu = _of(subject, [row for row in mine if row["subject"] == subject]) | more
+        entries.append(of_gpu)
+        entries += [_of_instance(one, [row for row in mine if row["subject"] == one.uuid], of_gpu)
+                    for one in (() if facts is None else facts.instances)]
+    entries.sort(key=_place)
     whole = _of(node, of_node)
     judged = [entry["verdict"] for entry in entries] or ["UNKNOWN"]
     worst = max([*judged, *([whole["verdict"]] if whole["findings"] else [])], key=RANK.__getitem__)

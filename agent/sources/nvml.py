@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +23,13 @@ import pynvml
 from agent.model import Batch, Gap, GpuFacts, Sample, Why
 from agent.sources.gpu_devices import nvidia_devices
 from agent.sources.nvml_events import XidEvents
+from agent.sources.nvml_mig import gaps_of_gpu, poll_instances
 from agent.sources.nvml_state import STATE
-from agent.sources.nvml_values import CODES, NAMES, STALE, Gpu, bdf, gaps_of, poll_gpu, text_of
+from agent.sources.nvml_values import CODES, NAMES, STALE, UNSUPPORTED, Gpu, bdf, poll_gpu, text_of
 
 FIRST_RETRY_S = 5.0  # back-off after a failed start, or of opening anew after a loss: doubles to the caps below
 RETRY_CAP_S = 60.0  # of a failing start: a driver that is loaded late is seen within a minute
-PROCESS_CALLS = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
+COMPUTE, GRAPHICS = "nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"
 PIDS_EVERY_S = 30.0
 MOST_STUCK = 2  # calls that hang, each in its thread; with one more nothing is called until one of them returns
 REOPEN_CAP_S = 300.0  # of opening anew, which disturbs the healthy GPUs a little
@@ -200,18 +202,16 @@ class _Driver:
 
     def ask_processes(self, job: _Job) -> None:
         """Which processes hold memory of the GPUs that are open, and how many bytes over all of them."""
-        found: dict[int, int] = {}
+        found: Counter[int] = Counter()
         for gpu in self._gpus.values():
-            for name in PROCESS_CALLS:
-                try:
-                    told = job.call(name, f" of GPU {gpu.index}", gpu.handle)
-                except pynvml.NVMLError as error:
-                    if error.value not in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
-                        raise
-                    continue
-                for process in told:
-                    found[process.pid] = found.get(process.pid, 0) + (process.usedGpuMemory or 0)
-        job.processes = found if self._gpus else None
+            for name in (COMPUTE, GRAPHICS):
+                whole = _processes_of(job, gpu, name) or Counter()
+                parts: Counter[int] = Counter()
+                for instance in gpu.instances.values():
+                    parts.update(_processes_of(job, instance, name) or {})
+                # of a GPU in MIG mode a privileged reader is told everything twice, another only by instance
+                found.update({pid: max(whole[pid], parts[pid]) for pid in {*whole, *parts}})
+        job.processes = dict(found) if self._gpus else None
 
     def _reopen_later(self) -> None:
         if self._reopen_at is None:
@@ -291,6 +291,7 @@ class _Driver:
         if gpu.uuid not in self._known:
             self._remember(job, gpu.facts())
         gaps = poll_gpu(job.call, gpu, now, job.readings, STATE)
+        poll_instances(job.call, gpu, now, job.readings)
         if self._clock() >= gpu.ask_pids_at:
             self._ask_pids(job, gpu)
         self._remember(job, gpu.facts(gaps))
@@ -299,13 +300,17 @@ class _Driver:
     def _ask_pids(self, job: _Job, gpu: Gpu) -> None:
         """Whose processes compute on a GPU: by them an engine is known to be on it. Asked last, and seldom."""
         gpu.ask_pids_at = self._clock() + PIDS_EVERY_S
-        try:
-            asked = job.call("nvmlDeviceGetComputeRunningProcesses", gpu.label, gpu.handle)
-            gpu.pids = tuple(sorted(int(process.pid) for process in asked))
-        except pynvml.NVMLError as error:
-            gpu.pids = ()
-            if CODES.get(error.value) is Why.NOT_SUPPORTED:
+        asked = (*gpu.instances.values(), gpu)
+        for one in asked:
+            try:
+                told = _processes_of(job, one, COMPUTE)
+            except pynvml.NVMLError:
+                one.pids = ()
+                continue
+            one.pids = tuple(sorted(told or ()))
+            if told is None and len(asked) == 1:
                 gpu.ask_pids_at = math.inf
+        gpu.pids = tuple(sorted({pid for one in asked for pid in one.pids}))
 
     def _remember(self, job: _Job, facts: GpuFacts) -> None:
         self._known[facts.uuid] = job.gpus[facts.uuid] = facts
@@ -317,7 +322,7 @@ class _Driver:
             facts = known[0] if known else GpuFacts(f"index-{index}", index, "", "")
             job.gpus[facts.uuid] = facts
             names = (*NAMES, *(self._gpus[index].had if index in self._gpus else ()))
-            job.readings.extend(gaps_of(facts.uuid, names, Why.HUNG, why, now))
+            job.readings.extend(gaps_of_gpu(facts, Why.HUNG, why, now, names))
 
     def _tell_missing(self, job: _Job, now: float) -> bool:
         """Name the GPUs that could not be opened: by the index they had, else as the one that is missing."""
@@ -326,12 +331,29 @@ class _Driver:
             at_index = [uuid for uuid, facts in missing.items() if facts.index == index]
             uuid = next(iter(at_index or missing), f"index-{index}")
             job.gpus[uuid] = missing.pop(uuid) if uuid in missing else GpuFacts(uuid, index, "", "")
-            job.readings.extend(gaps_of(uuid, NAMES, code, why, now))
+            job.readings.extend(gaps_of_gpu(job.gpus[uuid], code, why, now))
         for uuid, facts in missing.items():
             job.gpus[uuid] = facts
             why = f"NVML no longer lists this GPU; it lists {self._count}"
-            job.readings.extend(gaps_of(uuid, NAMES, Why.LOST, why, now))
+            job.readings.extend(gaps_of_gpu(facts, Why.LOST, why, now))
         return not missing and not self._failed
+
+
+def _processes_of(job: _Job, gpu: Gpu, name: str) -> Counter[int] | None:
+    """Bytes by pid of who computes or draws on one GPU or MIG instance; None where that is not told here.
+
+    Raises pynvml.NVMLError for every other reason.
+    """
+    try:
+        told = job.call(name, gpu.label, gpu.handle)
+    except pynvml.NVMLError as error:
+        if error.value in UNSUPPORTED:
+            return None
+        raise
+    found: Counter[int] = Counter()
+    for process in told:
+        found[int(process.pid)] += int(process.usedGpuMemory or 0)
+    return found
 
 
 def _why_no_start(call: str, error: pynvml.NVMLError, pci: Path) -> str:
@@ -507,7 +529,7 @@ class NvmlSource:
         """What was had, and a Gap for everything else of the GPUs that are known."""
         self.note = why
         told = {(reading.name, reading.subject) for reading in had}
-        gaps = (gap for uuid in self._facts for gap in gaps_of(uuid, NAMES, code, why, now))
+        gaps = (gap for facts in self._facts.values() for gap in gaps_of_gpu(facts, code, why, now))
         rest = tuple(gap for gap in gaps if (gap.name, gap.subject) not in told)
         took_s = time.monotonic() - began
         gpus = self._in_order() or None

@@ -128,7 +128,8 @@ class XidEvents:
             return
         now, mono = self._at
         at = now + time.monotonic() - mono
-        detail = {} if data.gpuInstanceId == NO_INSTANCE else {"instance": int(data.gpuInstanceId)}
+        told = {"instance": data.gpuInstanceId, "compute_instance": data.computeInstanceId}
+        detail = {name: int(number) for name, number in told.items() if number != NO_INSTANCE}
         with self._lock:
             if len(self._events) < MOST:
                 self._events.append(Event("xid", place, int(data.eventData), at, at, origin="nvml", detail=detail))

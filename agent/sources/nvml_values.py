@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import pynvml
 
 from agent.hardware.lines import bdf
-from agent.model import Found, Gap, GpuFacts, Sample, Why
+from agent.model import Found, Gap, GpuFacts, MigFacts, Sample, Why
 
 __all__ = [
-    "NAMES", "Gpu", "Group", "Reader", "UnsupportedError", "Way", "bdf", "gaps_of", "is_blank", "poll_gpu", "text_of",
+    "MEMORY", "NAMES", "Gpu", "Group", "Reader", "UnsupportedError", "Way", "bdf", "gaps_of", "is_blank", "poll_gpu",
+    "read_group", "text_of",
 ]  # fmt: skip
 
 Call = Callable[..., Any]  # (pynvml's function by name, whose GPU for messages, its arguments)
@@ -185,6 +186,12 @@ class Group(NamedTuple):
     high: float = math.inf
 
 
+# What a MIG instance tells, too.
+MEMORY = Group(
+    ("gpu_mem_used", "gpu_mem_total", "gpu_mem_free"),
+    (Way("nvmlDeviceGetMemoryInfo_v2", _memory_v2), Way("nvmlDeviceGetMemoryInfo", _memory)),
+    wide=True,
+)
 # The margin comes after the temperature, which it may need.
 GROUPS: tuple[Group, ...] = (
     Group(
@@ -202,11 +209,7 @@ GROUPS: tuple[Group, ...] = (
         high=260,
     ),
     Group(("gpu_util",), (Way("nvmlDeviceGetUtilizationRates", _utilization),), high=1),
-    Group(
-        ("gpu_mem_used", "gpu_mem_total", "gpu_mem_free"),
-        (Way("nvmlDeviceGetMemoryInfo_v2", _memory_v2), Way("nvmlDeviceGetMemoryInfo", _memory)),
-        wide=True,
-    ),
+    MEMORY,
     Group(
         ("gpu_sm_clock_mhz",),
         (Way("nvmlDeviceGetClockInfo(SM)", lambda r: (r.call("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),)),),
@@ -286,7 +289,7 @@ def _bounded(group: Group, values: tuple[float, ...]) -> tuple[float, ...]:
 
 @dataclass(slots=True)
 class Gpu:
-    """An open handle, and what is remembered for as long as it is open."""
+    """An open handle of a GPU or of a MIG instance of one, and what is remembered for as long as it is open."""
 
     index: int
     handle: Any
@@ -301,7 +304,11 @@ class Gpu:
     lost: str | None = None
     pids: tuple[int, ...] = ()  # of processes that compute on it
     ask_pids_at: float = 0.0  # monotonic
-    had: set[str] = field(default_factory=set)  # of the state: names that were told once
+    had: dict[str, float] = field(default_factory=dict)  # of the state: what was told last
+    gi: int | None = None  # of a MIG instance: its GPU instance and its compute instance
+    ci: int | None = None
+    instances: dict[str, Gpu] = field(default_factory=dict)  # MIG instances by UUID
+    mig_problem: str | None = None  # why they are not known
 
     @property
     def label(self) -> str:
@@ -310,7 +317,11 @@ class Gpu:
     def facts(self, gaps: Iterable[Gap] = ()) -> GpuFacts:
         missing = {gap.name: Found(gap.name, self.uuid, None, why=gap.why, code=gap.code) for gap in gaps}
         found = tuple(missing.get(name) or Found(name, self.uuid, self.how.get(name)) for name in NAMES)
-        return GpuFacts(self.uuid, self.index, self.name, self.bdf, self.limit_c, found, self.pids)
+        if self.mig_problem is not None:
+            found += (Found("gpu_mig_instances", self.uuid, None, why=self.mig_problem, code=Why.ERROR),)
+        instances = tuple(MigFacts(one.uuid, one.gi or 0, one.ci or 0, one.name, one.pids)
+                          for one in self.instances.values())
+        return GpuFacts(self.uuid, self.index, self.name, self.bdf, self.limit_c, found, self.pids, instances)
 
 
 def poll_gpu(
@@ -334,7 +345,7 @@ def poll_gpu(
         outcome: tuple[float, ...] | Gap = (
             Gap(group.names[0], gpu.uuid, Why.LOST, gpu.lost, now)
             if gpu.lost is not None
-            else _read_group(reader, gpu, group, now)
+            else read_group(reader, gpu, group, now)
         )
         if isinstance(outcome, Gap):
             reader.missed.update(dict.fromkeys(group.names, outcome.code))
@@ -357,18 +368,20 @@ def _poll_state(
         outcome: tuple[float, ...] | Gap = (
             Gap(group.names[0], gpu.uuid, Why.LOST, gpu.lost, now)
             if gpu.lost is not None
-            else _read_group(reader, gpu, group, now)
+            else read_group(reader, gpu, group, now)
         )
         if isinstance(outcome, Gap):
             if outcome.code is not Why.NOT_SUPPORTED:
                 known = [name for name in group.names if name in gpu.had]
                 readings.extend(gaps_of(gpu.uuid, known, outcome.code, outcome.why, now))
             continue
-        gpu.had.update(group.names)
-        readings.extend(Sample(name, gpu.uuid, float(v), now) for name, v in zip(group.names, outcome, strict=True))
+        told = {name: float(value) for name, value in zip(group.names, outcome, strict=True)}
+        gpu.had |= told
+        readings.extend(Sample(name, gpu.uuid, value, now) for name, value in told.items())
 
 
-def _read_group(reader: Reader, gpu: Gpu, group: Group, now: float) -> tuple[float, ...] | Gap:
+def read_group(reader: Reader, gpu: Gpu, group: Group, now: float) -> tuple[float, ...] | Gap:
+    """The values of a group by the first way that works on this handle, or why there are none."""
     for way in group.ways:
         if way.how in gpu.unsupported:
             continue

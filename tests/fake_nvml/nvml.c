@@ -15,6 +15,8 @@
 
 #define API __attribute__((visibility("default")))
 #define GPU_LIMIT 64
+#define MIG_SLOTS 7
+#define DEVICE_LIMIT 512 /* GPUs and MIG instances that one process has seen */
 #define FILE_LIMIT (1 << 20)
 
 enum {
@@ -26,11 +28,13 @@ enum {
 typedef struct {
     char uuid[96];
     int dead; /* was seen lost; only a new nvmlInit brings it back, as with the real library */
+    int is_mig;
 } Device;
 
 typedef struct {
     const char *function;
-    const Json *gpu;
+    const Json *gpu; /* or the entry of a MIG instance, to which "defaults" do not apply */
+    int is_mig;
     double at_s; /* since the start of the scenario */
 } Call;
 
@@ -46,7 +50,7 @@ static unsigned generation; /* counts the good loads */
 static double started_at;
 static struct stat seen;
 static int init_count;
-static Device devices[GPU_LIMIT];
+static Device devices[DEVICE_LIMIT];
 
 /* --- the file -------------------------------------------------------------------------------------------------- */
 
@@ -139,7 +143,7 @@ static int number_of(const Json *value, double at_s, Number *out) {
 /* What the GPU says, else what "defaults" says; null hides a default. `group` may be NULL. */
 static const Json *find(const Call *call, const char *group, const char *key) {
     const Json *owners[] = {call->gpu, json_get(scenario, "defaults")};
-    for (size_t i = 0; i < 2; i++) {
+    for (size_t i = 0; i < (call->is_mig ? 1 : 2); i++) {
         const Json *owner = group != NULL ? json_get(owners[i], group) : owners[i];
         if (group != NULL && owner != NULL && owner->type == J_NULL) return NULL;
         const Json *value = json_get(owner, key);
@@ -192,17 +196,46 @@ static void uuid_of(unsigned index, char *out, size_t size) {
     else snprintf(out, size, "GPU-fa4e0000-0000-4000-8000-%012x", index);
 }
 
-static int index_of(const Device *device) {
+/* "mig_instances": [{"gi": 5, "ci": 0, "uuid": ..., "memory": {...}}, null, ...], one a slot. */
+static const Json *instance_at(unsigned index, unsigned slot) {
+    const Json *instances = json_get(gpu_at(index), "mig_instances");
+    const Json *one = instances != NULL && instances->type == J_ARRAY ? instances->child : NULL;
+    for (; one != NULL && slot > 0; slot--) one = one->next;
+    return one != NULL && one->type == J_OBJECT ? one : NULL;
+}
+
+static void instance_uuid(unsigned index, unsigned slot, char *out, size_t size) {
+    const Json *uuid = json_get(instance_at(index, slot), "uuid");
+    if (uuid != NULL && uuid->type == J_STRING) snprintf(out, size, "%s", uuid->text);
+    else snprintf(out, size, "MIG-fa4e0000-0000-4000-8000-%08x%04x", index, slot);
+}
+
+/* The index of the GPU; of a MIG instance also its entry. -1: it is there no more. */
+static int find_device(const Device *device, const Json **instance) {
     char uuid[sizeof device->uuid];
     for (unsigned i = 0; i < GPU_LIMIT && gpu_at(i) != NULL; i++) {
+        if (device->is_mig) {
+            for (unsigned slot = 0; slot < MIG_SLOTS; slot++) {
+                instance_uuid(i, slot, uuid, sizeof uuid);
+                *instance = instance_at(i, slot);
+                if (*instance != NULL && strcmp(uuid, device->uuid) == 0) return (int)i;
+            }
+            continue;
+        }
         uuid_of(i, uuid, sizeof uuid);
         if (strcmp(uuid, device->uuid) == 0) return (int)i;
     }
+    *instance = NULL;
     return -1;
 }
 
+static int index_of(const Device *device) {
+    const Json *instance = NULL;
+    return find_device(device, &instance);
+}
+
 static int is_device(const Device *device) {
-    for (size_t i = 0; i < GPU_LIMIT; i++)
+    for (size_t i = 0; i < DEVICE_LIMIT; i++)
         if (device == &devices[i]) return device->uuid[0] != 0;
     return 0;
 }
@@ -218,16 +251,19 @@ static void write_call(const Call *call, int index) {
     close(file);
 }
 
-static void set_call(Call *call, int index) {
+static void set_call(Call *call, const Device *device, int index) {
     reload();
-    call->gpu = index >= 0 ? gpu_at((unsigned)index) : NULL;
+    const Json *instance = NULL;
+    if (device != NULL) index = find_device(device, &instance);
+    call->is_mig = device != NULL && device->is_mig;
+    call->gpu = call->is_mig ? instance : index >= 0 ? gpu_at((unsigned)index) : NULL;
     call->at_s = clock_s(CLOCK_REALTIME) - started_at;
 }
 
 /* Sleeps while the scenario says so: for N seconds, or (true) until the file changes. */
 static void hang(Call *call, const Device *device, int index) {
     Number wanted;
-    for (set_call(call, index); overridden(call, "hangs", &wanted) && wanted.number > 0;) {
+    for (set_call(call, device, index); overridden(call, "hangs", &wanted) && wanted.number > 0;) {
         double until = clock_s(CLOCK_MONOTONIC) + wanted.number;
         unsigned before = generation;
         while (generation == before && (wanted.is_bool || clock_s(CLOCK_MONOTONIC) < until)) {
@@ -236,7 +272,7 @@ static void hang(Call *call, const Device *device, int index) {
             pthread_mutex_lock(&lock);
             reload();
         }
-        set_call(call, device != NULL ? index_of(device) : index);
+        set_call(call, device, index);
         if (generation == before) return;
     }
 }
@@ -264,8 +300,11 @@ static int enter_device(Call *call, const char *function, Device *device) {
     if (!is_device(device)) return INVALID_ARGUMENT;
     hang(call, device, index_of(device));
     int code = check(call, index_of(device));
+    int index = index_of(device);
+    if (index < 0 && device->is_mig) return INVALID_ARGUMENT; /* it was destroyed */
+    Call whole = {.function = function, .gpu = index >= 0 ? gpu_at((unsigned)index) : NULL, .at_s = call->at_s};
     Number lost;
-    if (call->gpu == NULL || (value_of(call, "lost", &lost) == SUCCESS && lost.number != 0)) device->dead = 1;
+    if (index < 0 || (value_of(&whole, "lost", &lost) == SUCCESS && lost.number != 0)) device->dead = 1;
     return device->dead ? GPU_IS_LOST : code;
 }
 
@@ -284,7 +323,7 @@ static int init(const char *function) {
         code = DRIVER_NOT_LOADED;
     }
     if (code == SUCCESS && init_count++ == 0)
-        for (size_t i = 0; i < GPU_LIMIT; i++) devices[i].dead = 0;
+        for (size_t i = 0; i < DEVICE_LIMIT; i++) devices[i].dead = 0;
     return leave(code);
 }
 
@@ -340,17 +379,16 @@ API int nvmlDeviceGetCount_v2(unsigned *out) {
     return leave(code);
 }
 
-static int open_device(unsigned index, Device **out) {
-    char uuid[sizeof devices[0].uuid];
-    uuid_of(index, uuid, sizeof uuid);
-    for (size_t i = 0; i < GPU_LIMIT; i++) {
+static int open_device(const char *uuid, int is_mig, Device **out) {
+    for (size_t i = 0; i < DEVICE_LIMIT; i++) {
         if (devices[i].uuid[0] != 0 && strcmp(devices[i].uuid, uuid) != 0) continue;
         if (devices[i].dead) return GPU_IS_LOST;
-        memcpy(devices[i].uuid, uuid, sizeof uuid);
+        snprintf(devices[i].uuid, sizeof devices[i].uuid, "%s", uuid);
+        devices[i].is_mig = is_mig;
         *out = &devices[i];
         return SUCCESS;
     }
-    return UNKNOWN; /* more than GPU_LIMIT different GPUs in one process */
+    return UNKNOWN; /* more than DEVICE_LIMIT in one process */
 }
 
 API int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device **out) {
@@ -363,7 +401,9 @@ API int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device **out) {
     int code = check(&call, (int)index);
     Number lost;
     if (call.gpu == NULL || (value_of(&call, "lost", &lost) == SUCCESS && lost.number != 0)) code = GPU_IS_LOST;
-    return leave(code == SUCCESS ? open_device(index, out) : code);
+    char uuid[sizeof devices[0].uuid];
+    uuid_of(index, uuid, sizeof uuid);
+    return leave(code == SUCCESS ? open_device(uuid, 0, out) : code);
 }
 
 API int nvmlDeviceGetUUID(Device *device, char *out, unsigned size) {
@@ -485,6 +525,26 @@ API int nvmlDeviceGetMinorNumber(Device *device, unsigned *out) {
     return one_u32("nvmlDeviceGetMinorNumber", device, "minor", 1, out);
 }
 
+API int nvmlDeviceGetCurrPcieLinkGeneration(Device *device, unsigned *out) {
+    return one_u32("nvmlDeviceGetCurrPcieLinkGeneration", device, "pcie_gen", 1, out);
+}
+
+API int nvmlDeviceGetMaxPcieLinkGeneration(Device *device, unsigned *out) {
+    return one_u32("nvmlDeviceGetMaxPcieLinkGeneration", device, "pcie_gen_max", 1, out);
+}
+
+API int nvmlDeviceGetCurrPcieLinkWidth(Device *device, unsigned *out) {
+    return one_u32("nvmlDeviceGetCurrPcieLinkWidth", device, "pcie_width", 1, out);
+}
+
+API int nvmlDeviceGetMaxPcieLinkWidth(Device *device, unsigned *out) {
+    return one_u32("nvmlDeviceGetMaxPcieLinkWidth", device, "pcie_width_max", 1, out);
+}
+
+API int nvmlDeviceGetPersistenceMode(Device *device, unsigned *out) {
+    return one_u32("nvmlDeviceGetPersistenceMode", device, "persistence", 1, out);
+}
+
 static int one_u64(const char *function, Device *device, const char *key, uint64_t *out) {
     Call call;
     Number value;
@@ -492,6 +552,10 @@ static int one_u64(const char *function, Device *device, const char *key, uint64
     if (code == SUCCESS) code = out == NULL ? INVALID_ARGUMENT : value_of(&call, key, &value);
     if (code == SUCCESS) *out = as_u64(&value);
     return leave(code);
+}
+
+API int nvmlDeviceGetTotalEnergyConsumption(Device *device, uint64_t *out) {
+    return one_u64("nvmlDeviceGetTotalEnergyConsumption", device, "energy_mj", out);
 }
 
 API int nvmlDeviceGetCurrentClocksEventReasons(Device *device, uint64_t *out) {
@@ -725,35 +789,51 @@ API int nvmlDeviceGetNvLinkState(Device *device, unsigned link, unsigned *out) {
     return leave(code);
 }
 
-API int nvmlDeviceGetCurrPcieLinkGeneration(Device *device, unsigned *out) {
-    return one_u32("nvmlDeviceGetCurrPcieLinkGeneration", device, "pcie_gen", 1, out);
-}
-
-API int nvmlDeviceGetMaxPcieLinkGeneration(Device *device, unsigned *out) {
-    return one_u32("nvmlDeviceGetMaxPcieLinkGeneration", device, "pcie_gen_max", 1, out);
-}
-
-API int nvmlDeviceGetCurrPcieLinkWidth(Device *device, unsigned *out) {
-    return one_u32("nvmlDeviceGetCurrPcieLinkWidth", device, "pcie_width", 1, out);
-}
-
-API int nvmlDeviceGetMaxPcieLinkWidth(Device *device, unsigned *out) {
-    return one_u32("nvmlDeviceGetMaxPcieLinkWidth", device, "pcie_width_max", 1, out);
-}
-
-API int nvmlDeviceGetPersistenceMode(Device *device, unsigned *out) {
-    return one_u32("nvmlDeviceGetPersistenceMode", device, "persistence", 1, out);
-}
-
-API int nvmlDeviceGetTotalEnergyConsumption(Device *device, uint64_t *out) {
-    return one_u64("nvmlDeviceGetTotalEnergyConsumption", device, "energy_mj", out);
-}
-
 API int nvmlDeviceGetMigMode(Device *device, unsigned *current, unsigned *pending) {
     if (current == NULL || pending == NULL) return INVALID_ARGUMENT;
     int code = one_u32("nvmlDeviceGetMigMode", device, "mig", 1, current);
     *pending = *current;
     return code;
+}
+
+/* On the handle of a MIG instance what its own entry does not name is NOT_SUPPORTED, as with the real library. */
+API int nvmlDeviceGetMaxMigDeviceCount(Device *device, unsigned *out) {
+    Call call;
+    Number mode;
+    int code = enter_device(&call, "nvmlDeviceGetMaxMigDeviceCount", device);
+    if (code == SUCCESS) code = out == NULL || device->is_mig ? INVALID_ARGUMENT : value_of(&call, "mig", &mode);
+    if (code == SUCCESS) *out = MIG_SLOTS;
+    return leave(code);
+}
+
+API int nvmlDeviceGetMigDeviceHandleByIndex(Device *device, unsigned slot, Device **out) {
+    Call call;
+    Number mode;
+    int code = enter_device(&call, "nvmlDeviceGetMigDeviceHandleByIndex", device);
+    if (code == SUCCESS) code = out == NULL || device->is_mig || slot >= MIG_SLOTS ? INVALID_ARGUMENT : SUCCESS;
+    if (code == SUCCESS) code = value_of(&call, "mig", &mode);
+    if (code != SUCCESS) return leave(code);
+    if (mode.number == 0 || instance_at((unsigned)index_of(device), slot) == NULL) return leave(NOT_FOUND);
+    char uuid[sizeof devices[0].uuid];
+    instance_uuid((unsigned)index_of(device), slot, uuid, sizeof uuid);
+    return leave(open_device(uuid, 1, out));
+}
+
+static int instance_id(const char *function, Device *device, const char *key, unsigned *out) {
+    Call call;
+    Number id;
+    int code = enter_device(&call, function, device);
+    if (code == SUCCESS) code = out == NULL ? INVALID_ARGUMENT : device->is_mig ? value_of(&call, key, &id) : NOT_SUPPORTED;
+    if (code == SUCCESS) *out = (unsigned)as_u64(&id);
+    return leave(code);
+}
+
+API int nvmlDeviceGetGpuInstanceId(Device *device, unsigned *out) {
+    return instance_id("nvmlDeviceGetGpuInstanceId", device, "gi", out);
+}
+
+API int nvmlDeviceGetComputeInstanceId(Device *device, unsigned *out) {
+    return instance_id("nvmlDeviceGetComputeInstanceId", device, "ci", out);
 }
 
 typedef struct {
@@ -780,7 +860,7 @@ enum { TIMEOUT = 10, SET_LIMIT = 8 };
 
 typedef struct {
     int used;
-    unsigned long long registered[GPU_LIMIT]; /* by device */
+    unsigned long long registered[DEVICE_LIMIT]; /* by device */
     unsigned given[GPU_LIMIT];                /* how many of a GPU's "xids" were handed out, by its index */
     unsigned generation;
 } EventSet;
@@ -827,7 +907,7 @@ API int nvmlDeviceRegisterEvents(Device *device, unsigned long long types, Event
     return leave(code);
 }
 
-/* "xids": [[seconds, number, GPU instance], ...] of a GPU: handed out once each, when their second has come. */
+/* "xids": [[seconds, number, GPU instance, compute instance], ...] of a GPU: handed out once each, when their second has come. */
 static int next_event(EventSet *set, EventData *out) {
     if (set->generation != generation) {
         memset(set->given, 0, sizeof set->given);
@@ -839,12 +919,13 @@ static int next_event(EventSet *set, EventData *out) {
         xid = xid != NULL ? xid->child : NULL;
         for (unsigned skip = set->given[i]; xid != NULL && skip > 0; skip--) xid = xid->next;
         if (xid == NULL || xid->child == NULL || xid->child->next == NULL || xid->child->number > at_s) continue;
-        for (size_t d = 0; d < GPU_LIMIT; d++) {
-            if (index_of(&devices[d]) != (int)i || devices[d].uuid[0] == 0 || !(set->registered[d] & 8)) continue;
-            const Json *instance = xid->child->next->next;
+        for (size_t d = 0; d < DEVICE_LIMIT; d++) {
+            if (!(set->registered[d] & 8) || devices[d].is_mig || index_of(&devices[d]) != (int)i) continue;
+            const Json *gi = xid->child->next->next, *ci = gi != NULL ? gi->next : NULL;
             set->given[i]++;
             *out = (EventData){&devices[d], 8, xid->child->next->magnitude,
-                               instance != NULL ? (unsigned)instance->magnitude : 0xFFFFFFFFu, 0xFFFFFFFFu};
+                               gi != NULL ? (unsigned)gi->magnitude : 0xFFFFFFFFu,
+                               ci != NULL ? (unsigned)ci->magnitude : 0xFFFFFFFFu};
             return SUCCESS;
         }
     }

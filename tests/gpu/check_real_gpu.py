@@ -7,6 +7,7 @@ Exit status: 0 all agree, nothing on the GPU changed and every handle was let go
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -101,6 +102,19 @@ def compare(batch: Batch, uuid: str) -> bool:
     return agree
 
 
+def instances_agree(batch: Batch) -> bool:
+    """Print the MIG instances, with their memory; whether they are those that nvidia-smi lists. Changes nothing."""
+    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+    theirs = set(re.findall(r"UUID: (MIG-[^)\s]+)", done.stdout))
+    ours = {one.uuid: (gpu, one) for gpu in batch.gpus or () for one in gpu.instances}
+    for uuid, (gpu, one) in ours.items():
+        told = {r.name: f"{r.value / MIB:.0f} MiB" if isinstance(r, Sample) else f"{r.code}: {r.why}"
+                for r in batch.readings if r.subject == uuid}
+        print(f"  MIG {one.gi}/{one.ci} of GPU {gpu.index} {uuid} {one.name}, pids {one.pids}: {told}")
+    print(f"MIG instances: {len(ours)}, nvidia-smi lists {len(theirs)}{'' if set(ours) == theirs else '  DIFFERS'}")
+    return set(ours) == theirs
+
+
 def open_handles() -> list[str]:
     """Device files of NVIDIA that this process has open."""
     targets = []
@@ -130,6 +144,7 @@ def main() -> int:
         agree &= compare(source.read(time.time()), gpu.uuid)
         for found in gpu.found:
             print(f"  {found.name:22} by {found.how or found.why}")
+    agree &= instances_agree(batch)
     after = {(uuid, query): ask_smi(uuid, query) for uuid, query in before}
     changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
     held = len(open_handles())

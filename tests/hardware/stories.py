@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from agent.hardware.lines import line_of
 from agent.model import SEVERITY_RANK, Batch, Event, Sample, Slo, Transition
 from agent.node import Node, Setup
+from agent.sources.kernel_log import told_by
 from rules import severity_of
 from tests.fake_nvml.reader import Reader
 from tests.scenes import built_in
@@ -62,14 +64,26 @@ class Story:
         return [(t.kind, t.alert.rule) for t in new if t.kind in ("firing", "resolved")
                 and SEVERITY_RANK[t.alert.severity] > 0]
 
-    def verdict(self, index: int) -> dict[str, Any]:
-        """The entry of `check --gpus` of one GPU."""
-        found: dict[str, Any] = next(g for g in self.node.gpus_report()["gpus"] if g["index"] == index)
+    def verdict(self, index: int, mig: tuple[int, int] | None = None) -> dict[str, Any]:
+        """The entry of `check --gpus` of one GPU, or of a MIG instance of it (GPU instance, compute instance)."""
+        found: dict[str, Any] = next(
+            g for g in self.node.gpus_report()["gpus"]
+            if g["index"] == index and (None if g["mig"] is None else (g["mig"]["gi"], g["mig"]["ci"])) == mig)
         return found
 
     def pages(self) -> set[str]:
         """Rules of page severity that fire now."""
         return {a.rule for a in self.node.book.alerts.values() if a.state == "firing" and a.severity == "page"}
+
+
+Tell = Callable[..., Story]  # the fixture `tell`: a scenario, and Story's arguments
+
+
+def xid(number: int, at_s: float, device: str = "0000:1d:00", text: str = "x", instance: str = "") -> Event:
+    """A line of the kernel log."""
+    line = line_of(f"NVRM: Xid (PCI:{device}{instance}): {number}, {text}")
+    assert line is not None
+    return Event("xid", device, number, T0 + at_s, T0 + at_s, detail=told_by(line))
 
 
 def gpus(count: int = 3, **changed: Any) -> dict[str, Any]:

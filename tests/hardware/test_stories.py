@@ -3,57 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agent.config import Config, GpusConfig, without_function
 from agent.daemon import setup_of
-from agent.hardware.lines import line_of
 from agent.model import Batch, Event, Sample, Slo
 from agent.node import Learned, Node, Setup
-from agent.sources.kernel_log import told_by
 from agent.sources.nvml_state import STATE
 from rules import RulesConfig, XidOverride, severity_of
-from tests.fake_nvml.reader import Reader
 from tests.hardware.cases import cases
-from tests.hardware.stories import H100, POLL_S, T0, Story, gpus
-from tests.needs import need
+from tests.hardware.stories import H100, POLL_S, T0, Story, Tell, gpus, xid
 from tests.scenes import built_in
 
-Tell = Callable[..., Story]
 NO_FAULT = 1e9
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Reader]:
-    """One child with the stand-in for the whole file."""
-    need("gcc", "make")
-    reader = Reader()
-    yield reader
-    reader.end()
-
-
-@pytest.fixture
-def tell(shared: Reader, tmp_path: Path) -> Iterator[Tell]:
-    """Begin a story; when the test ends, whatever hangs in it returns."""
-
-    def begin(scenario: Mapping[str, Any], deadline_s: float = 5.0, **more: Any) -> Story:
-        shared.begin(scenario, tmp_path, deadline_s)
-        return Story(shared, **more)
-
-    yield begin
-    shared.play({"gpus": []})
-
-
-def xid(number: int, at_s: float, device: str = "0000:1d:00", text: str = "x", instance: str = "") -> Event:
-    """A line of the kernel log."""
-    line = line_of(f"NVRM: Xid (PCI:{device}{instance}): {number}, {text}")
-    assert line is not None
-    return Event("xid", device, number, T0 + at_s, T0 + at_s, detail=told_by(line))
 
 
 def actions(story: Story, rule: str) -> set[str]:
@@ -287,19 +253,6 @@ def test_c101_what_the_driver_asks_at_the_first_poll(
     assert story.run(POLL_S) == ([("firing", "gpu-recovery")] if fires else [])
     assert story.verdict(1)["code"] == code
     assert fires or story.verdict(1)["verdict"] == "HEALTHY"
-
-
-def test_a_mig_gpu(tell: Tell) -> None:
-    """A card in MIG slices tells no utilization and goes on; an Xid of one slice names it, on the card's alert."""
-    story = tell(gpus(gpu2={"mig": 1, "utilization": None}), poll_s=60.0)
-    assert story.run(300) == []
-    assert story.verdict(2)["verdict"] == "HEALTHY"
-    fired = story.run(30, xid(94, story.at_s, instance=" GPU-I:05", text="pid=7194, Contained: CE User Channel (0x9)"))
-    assert fired == [("firing", "xid-memory")]
-    assert "MIG instance 5" in story.verdict(2)["text"]
-    assert story.verdict(2)["verdict"] == "WATCH"  # the GPU stays usable: its engine is what needs a restart
-    assert "restart the application" in story.verdict(2)["do"]
-    assert story.run(3700) == [("resolved", "xid-memory")]
 
 
 def test_one_of_eight_hangs_nvml(tell: Tell) -> None:
