@@ -12,7 +12,7 @@ import pytest
 
 from agent.hardware.history import History, findings
 from agent.hardware.lines import line_of
-from agent.model import Alert, Event, FoundEngine, Gap, Sample, Slo, Why
+from agent.model import Alert, Batch, Event, FoundEngine, Gap, PodFacts, Sample, Slo, Why
 from agent.node import Learned, Node, Setup
 from agent.show import gpus_report, plain
 from agent.signals import Target, alert_labels
@@ -246,6 +246,17 @@ def test_an_instance_s_error_is_the_cause_of_its_engine_s(tell: Tell) -> None:
     assert not story.node._related("MIG-55555555", "127.0.0.1:8001")
     labels = alert_labels(scene, built_in()["xid-memory"], Alert("xid-memory", "MIG-55555555", "firing", "page", T0))
     assert labels["mig"] == "MIG-55555555"
+
+
+def test_the_pod_in_an_instance(tell: Tell) -> None:
+    """The kubelet gives slices by their own UUID: an error of one names its pod, one of the card the pods in all."""
+    story = tell(node(sliced(instance(1), instance(5))))
+    story.run(30)
+    pods = (PodFacts("llm", "small", gpus=("MIG-11111111",)), PodFacts("llm", "other", gpus=("MIG-55555555",)))
+    story.node.take(Batch("kubelet", T0 + 30, 0.0, pods=pods))
+    assert [pod.name for pod in story.node.pods_of("MIG-55555555")] == ["other"]
+    assert sorted(pod.name for pod in story.node.pods_of(story.verdict(2)["subject"])) == ["other", "small"]
+    assert story.node.pods_of(story.verdict(0)["subject"]) == []
 
 
 # --- whose line it is ------------------------------------------------------------------------------------------------
