@@ -528,11 +528,12 @@ class Node:
         return bool(self._owners(one) & self._owners(other))
 
     def _owners(self, subject: str) -> frozenset[str]:
-        """The targets that a subject is of; a GPU is of every one that computes on it."""
+        """The targets that a subject is of; a GPU or MIG instance is of every one that computes on it."""
         target, gpu = self.scene.target_of(subject), self.scene.gpus.get(subject)
         if target is not None:
             return frozenset({target.name})
-        return frozenset(t.name for t in self.scene.targets.values() if gpu is not None and gpu.index in t.gpus)
+        return frozenset(t.name for t in self.scene.targets.values() if subject in t.instances
+                         or (gpu is not None and gpu.index in t.gpus))
 
     def _audience_of(self, alert: Alert) -> str:
         """The one channel that is told of an alert; "" for all."""
