@@ -656,7 +656,7 @@ class Config(_Form, frozen=True):
 
 # Keys of the contract whose function this version does not have yet. An entry goes when its function comes.
 WITHOUT_FUNCTION: tuple[str, ...] = (
-    "sources", "cluster_rules", "pattern", "web",
+    "sources", "pattern", "web",
 )
 
 

@@ -87,6 +87,10 @@ def sources_of(config: Config, shapes: dict[str, bool], cursor: Mapping[str, Any
     sources: list[Source] = [EngineSource(target_name(e), e.url, kind=e.kind, shape=shapes.get(target_name(e)))
                              for e in config.engines]
     sources += canaries_of(config)
+    if config.cluster_rules and cluster.configured():
+        from agent.sources.workloads import WorkloadsSource  # for one agent of a cluster
+
+        sources.append(WorkloadsSource())
     sources += [RouterSource(target_name(router), router.url, kind=router.kind) for router in config.routers]
     if config.nvml != "off":
         from agent.sources.nvml import NvmlSource  # 4 MiB that a node without GPUs need not hold
@@ -107,6 +111,14 @@ def discoveries(config: Config, env: Mapping[str, str]) -> list[Source]:
     if env.get("NODE_NAME") and cluster.configured():  # a person's KUBECONFIG alone makes this machine no node
         found.append(PodsSource(env["NODE_NAME"]))
     return found
+
+
+def without_api(config: Config) -> list[str]:
+    """A sentence where cluster rules are asked for and there is no cluster."""
+    if not config.cluster_rules or cluster.configured():
+        return []
+    why = "there is no Kubernetes API here: it takes a ServiceAccount's token, or KUBECONFIG"
+    return [f"cluster_rules: replicas-missing is N/A: {why}"]
 
 
 def canaries_of(config: Config) -> list[Source]:

@@ -1276,6 +1276,21 @@ def user_error_rate(ask: Ask) -> Signal:
     return ask.value(counted(ask, errors, n), evidence={"errors": errors, "requests": n})
 
 
+def replicas_missing(ask: Ask) -> Signal:
+    """K1. How many replicas of a workload are asked for and not Ready; while a rollout progresses that is its way."""
+    desired, ready, rollout = (ask.latest(name) for name in ("replicas_desired", "replicas_ready", "rollout"))
+    for got in (desired, ready, rollout):
+        if isinstance(got, Signal):
+            return got
+    assert isinstance(desired, Sample) and isinstance(ready, Sample) and isinstance(rollout, Sample)  # noqa: S101, PT018
+    missing = max(0.0, desired.value - ready.value)
+    evidence = {"ready": ready.value, "desired": desired.value,
+                "text": f"{ready.value:.0f} of {desired.value:.0f} replicas are Ready"}
+    if rollout.value > 0:
+        return ask.idle("a rollout progresses", missing, evidence=evidence)
+    return ask.value(missing, at=ready.at, evidence=evidence)
+
+
 def told_by_drilld(ask: Ask) -> Signal:
     """What the drill daemon says of a run or a drill: it stands until it says otherwise."""
     return ask.value(1.0, evidence={"text": ask.scene.told[ask.spec.id][ask.subject]})
@@ -1367,6 +1382,7 @@ SIGNALS: Mapping[str, tuple[SignalSpec, Callable[[Ask], Signal]]] = {row[0].id: 
     _row("user_error_rate", "ratio", "user", "errors per request as users get them, lower bound", user_error_rate,
          windowed=True, counted=True),
     *(_row(*row[:-1], windowed=row[-1]) for row in hardware.ROWS),
+    _row("replicas_missing", "count", "workload", "replicas that are asked for and not Ready", replicas_missing),
     _row("drill_orphaned", "count", "any", "a drill left something in the world", told_by_drilld),
     _row("drill_overdue", "count", "any", "a drill that was due did not run", told_by_drilld),
     _row("watcher", "of limit", "any", "how late a source is, or a channel cannot deliver", watcher,
@@ -1391,7 +1407,7 @@ def subjects(scene: Scene, spec: SignalSpec) -> list[str]:
         groups = [e for t in scene.targets.values() for e in t.engines
                   if len(t.gpus) > 1 or len(scene.windows.keys(e, "rank_seconds")) > 1]
         memo[key] = {"engine": engines, "target": list(scene.targets), "gpu": list(scene.gpus), "node": [scene.node],
-                     "group": groups, "user": list(scene.users)}[spec.subject]
+                     "group": groups, "user": list(scene.users), "workload": list(scene.workloads)}[spec.subject]
     found: list[str] = memo[key]
     return found
 
@@ -1482,7 +1498,9 @@ def alert_labels(scene: Scene, rule: Rule, alert: Alert) -> dict[str, str]:
     """What identifies an alert at a receiver. Only what never changes while it fires."""
     labels = {"rule": rule.id, "number": rule.number or "", "node": scene.node, "subject": alert.subject,
               "severity": alert.severity}
-    if alert.subject in scene.gpus:
+    if alert.subject in scene.workloads:
+        del labels["node"]  # it is the cluster's, whichever node tells it
+    elif alert.subject in scene.gpus:
         labels["gpu"] = alert.subject
         target = scene.target_on(alert.subject)
         if target is not None and target.ever_up:

@@ -130,7 +130,7 @@ class Drill:
 # What each fault announces where `expects` is not written.
 ANNOUNCES: Mapping[str, tuple[str, ...]] = {
     "process-kill": ("engine-down",), "engine-hang": ("engine-stuck",), "upstream-timeout": ("user-ttft-p99",),
-    "packet-loss": ("user-ttft-p99", "user-itl-p99"), "pod-kill": ("engine-stopped", "engine-down"),
+    "packet-loss": ("user-ttft-p99", "user-itl-p99"), "pod-kill": ("engine-stopped", "engine-down", "replicas-missing"),
     "slow-rank": ("rank-spread", "rank-straggler", "rank-clock-spread", "itl-p99"), "gpu-reset": ("xid-ticket",),
 }  # fmt: skip
 ANNOUNCES_IN_MODE: Mapping[tuple[str, str], tuple[str, ...]] = {

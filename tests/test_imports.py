@@ -88,6 +88,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sources.pods": Row(
         "agent.engines agent.model agent.sources.discovery drills.cluster", "re threading time"
     ),
+    "agent.sources.workloads": Row("agent.model agent.sources.pods drills.cluster", "threading"),
     "agent.sources.probe": Row("agent.model agent.sources.fetch", WORLD),
     "agent.sources.router": Row(
         "agent.engines agent.engines.pages agent.exposition agent.model agent.sources.fetch", WORLD
@@ -134,7 +135,7 @@ MAY_IMPORT: dict[str, Row] = {
         "agent.config agent.loop agent.model agent.node agent.notifiers agent.outbox agent.sdnotify agent.signals"
         " agent.sources.discovery agent.sources.engine agent.sources.fetch agent.sources.gpu_devices"
         " agent.sources.kernel_log agent.sources.nvml agent.sources.pods agent.sources.probe agent.sources.router"
-        " agent.store agent.strict agent.web.app agent.web.server drills drills.cluster rules",
+        " agent.sources.workloads agent.store agent.strict agent.web.app agent.web.server drills drills.cluster rules",
         WORLD,
     ),
     # The command line, which no daemon imports.

@@ -68,7 +68,7 @@ def engine_in(pod: Mapping[str, Any]) -> PodEngine | None:
     if named is not None:
         return PodEngine("auto", named, is_tls, f"its annotation {PORT}")
     known = [number for _, number in _ports(containers) if number in WELL_KNOWN]
-    if known and any(_gpus(one) for one in containers):
+    if known and gives_gpus(pod):
         return PodEngine(None, known[0], is_tls, f"the page on its port {known[0]}")
     return None
 
@@ -110,6 +110,11 @@ def _port(containers: Sequence[Mapping[str, Any]], kind: str) -> int:
 def _gpus(container: Mapping[str, Any]) -> bool:
     limits = (container.get("resources") or {}).get("limits") or {}
     return any(GPUS.fullmatch(name) for name in limits)
+
+
+def gives_gpus(pod: Mapping[str, Any]) -> bool:
+    """Whether one of its containers asks for a GPU."""
+    return any(_gpus(one) for one in (pod.get("spec") or {}).get("containers") or ())
 
 
 def workload_of(pod: Mapping[str, Any]) -> str:
