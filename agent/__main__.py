@@ -539,7 +539,8 @@ def notify_test(context: typer.Context, config: ConfigFile = None, as_json: AsJs
     from agent.notifiers.trial import try_all
 
     settings = load(chosen(context, config))
-    routes = build_channels(settings, Needs(list, lambda: True, settings.external_url), channel_names(settings, {}))
+    needs = Needs(list, lambda: True, settings.external_url, node=os.environ.get("NODE_NAME") or settings.node or "")
+    routes = build_channels(settings, needs, channel_names(settings, {}))
     if not routes:
         raise Failure("tocsin: no channel is configured under `notify:`: nobody is told of anything", UNKNOWN)
     tried = try_all(routes, settings.node or "")

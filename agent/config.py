@@ -407,6 +407,13 @@ class AppriseConfig(_Form, frozen=True):
     url_env: EnvName | None = None
 
 
+class KubernetesConfig(_Form, frozen=True):
+    """`notify[].kubernetes`: Events on this node, and whether a page is a condition of it."""
+
+    events: bool = True
+    condition: bool = False
+
+
 class HeartbeatConfig(_Form, frozen=True):
     """`notify[].heartbeat`: the dead man's switch; exactly one of the three addresses."""
 
@@ -432,8 +439,11 @@ class Quiet(_Form, frozen=True):
     zone: Zone = "UTC"
 
 
-ChannelKind = Literal["alertmanager", "webhook", "pagerduty", "slack", "apprise", "heartbeat"]
-CHANNEL_KINDS: tuple[ChannelKind, ...] = ("alertmanager", "webhook", "pagerduty", "slack", "apprise", "heartbeat")
+ChannelKind = Literal["alertmanager", "webhook", "pagerduty", "slack", "apprise", "kubernetes", "heartbeat"]
+CHANNEL_KINDS: tuple[ChannelKind, ...] = (
+    "alertmanager", "webhook", "pagerduty", "slack", "apprise", "kubernetes", "heartbeat",
+)  # fmt: skip
+OF_KIND: Mapping[ChannelKind, tuple[Severity, ...]] = {"pagerduty": ("page",), "kubernetes": ("page", "ticket")}
 # channel -> keys of which exactly one is written
 _ONE_OF: Mapping[ChannelKind, tuple[str, ...]] = {
     "webhook": ("url", "url_file", "url_env"),
@@ -452,6 +462,7 @@ class NotifyConfig(_Form, frozen=True):
     pagerduty: PagerdutyConfig | None = None
     slack: SlackConfig | None = None
     apprise: AppriseConfig | None = None
+    kubernetes: KubernetesConfig | None = None
     heartbeat: HeartbeatConfig | None = None
     match: Match | None = None
     quiet: Quiet | None = None
@@ -465,10 +476,10 @@ class NotifyConfig(_Form, frozen=True):
 
     @property
     def severities(self) -> tuple[Severity, ...]:
-        """What it is told: `match`, else pages only for a pager and everything for the others."""
+        """What it is told: `match`, else pages only for a pager, no info for Events, and everything for the others."""
         if self.match is not None and self.match.severity is not None:
             return self.match.severity
-        return ("page",) if self.kind == "pagerduty" else ("page", "ticket", "info")
+        return OF_KIND.get(self.kind, ("page", "ticket", "info"))
 
 
 class CanaryConfig(_Form, frozen=True):

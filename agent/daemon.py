@@ -158,12 +158,14 @@ def build(config: Config, rules: RuleSet) -> Agent:
               for name, known in (learned.get("targets") or {}).items() if known.get("engines")}
     sources = [*sources_of(config, shapes, learned.get("kernel_log")), *discoveries(config, os.environ)]
     agent = Agent(Node(setup_of(config, rules.rules)), Collector(sources), store,
-                  notes=[*without_function(config), *not_installed(config), *rules.notes])
+                  notes=[*without_function(config), *not_installed(config), *without_api(config), *rules.notes])
     if config.discover:
         agent.adopt = lambda found: adopt(config, found, shapes.get(found.name))
     agent.restore()
     names = channel_names(config, store.meta(CHANNELS) or {})
-    routes = build_channels(config, Needs(agent.firing, agent.healthy, config.external_url, agent.incidents), names)
+    node = os.environ.get("NODE_NAME") or config.node or ""
+    needs = Needs(agent.firing, agent.healthy, config.external_url, agent.incidents, node)
+    routes = build_channels(config, needs, names)
     agent.routes = routes
     agent.outbox = Outbox(store, [route.channel for route in routes], time.time)
     agent.outbox.give_up_unknown()

@@ -31,6 +31,7 @@ SOURCE = "tocsin"
 # What the node controller itself puts on a node and takes off again.
 _CONTROLLERS_TAINTS = "node.kubernetes.io/"
 MERGE = {"Content-Type": "application/merge-patch+json"}
+STRATEGIC = {"Content-Type": "application/strategic-merge-patch+json"}
 
 
 class ClusterError(Exception):
@@ -300,16 +301,40 @@ class Cluster:
 
     def event(self, about: Mapping[str, Any], reason: str, message: str, *, now: float, warning: bool = False) -> None:
         """A Kubernetes Event. `about`: {"kind", "name", "uid", and "namespace" where it has one}."""
-        namespace = str(about.get("namespace") or "default")
-        at = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        event = {
-            "apiVersion": "v1", "kind": "Event",
-            "metadata": {"generateName": f"tocsin-{about['name']}.", "namespace": namespace},
-            "involvedObject": {"apiVersion": "v1", **about}, "reason": reason, "message": message[:1024],
-            "type": "Warning" if warning else "Normal", "source": {"component": SOURCE}, "count": 1,
-            "firstTimestamp": at, "lastTimestamp": at,
-        }
-        self.ask("POST", path_of("", "v1", "events", namespace), body=event)
+        event = _event(about, reason, message, now, warning)
+        event["metadata"]["generateName"] = f"tocsin-{about['name']}."
+        self.ask("POST", path_of("", "v1", "events", event["metadata"]["namespace"]), body=event)
+
+    def count_event(self, name: str, about: Mapping[str, Any], reason: str, message: str, *, now: float,
+                    warning: bool = False) -> Object:
+        """The same under a name of its own: where that Event is there already, it is counted. As it is now."""
+        event = _event(about, reason, message, now, warning)
+        event["metadata"]["name"] = name
+        path = path_of("", "v1", "events", event["metadata"]["namespace"])
+        try:
+            return self.ask("POST", path, body=event)
+        except ClusterError as error:
+            if error.code != HTTPStatus.CONFLICT:
+                raise
+        old = self.get(f"{path}/{quote(name, safe='')}") or {}
+        change = {"count": int(old.get("count") or 1) + 1, "lastTimestamp": event["lastTimestamp"],
+                  "message": event["message"]}
+        return self.ask("PATCH", f"{path}/{quote(name, safe='')}", body=change, headers=MERGE)
+
+    def put_condition(self, node: str, kind: str, told: Mapping[str, str], *, now: float) -> Object:
+        """Write one condition of a node, and touch no other. `told`: status, reason, message. As it is now."""
+        found = self.node(node)
+        if found is None:
+            raise ClusterError(f"there is no node {node}", HTTPStatus.NOT_FOUND)
+        conditions = (found.get("status") or {}).get("conditions") or ()
+        old: Object = next((one for one in conditions if one.get("type") == kind), {})
+        same = old.get("status") == told["status"] and old.get("lastTransitionTime")
+        mine = {"type": kind, **told, "lastHeartbeatTime": text_of(now),
+                "lastTransitionTime": old["lastTransitionTime"] if same else text_of(now)}
+        # Conditions are merged by their type: others' are neither read back nor written.
+        self.ask("PATCH", f"{path_of('', 'v1', 'nodes', None, node)}/status", {"fieldManager": SOURCE},
+                 {"status": {"conditions": [mine]}}, headers=STRATEGIC)
+        return mine
 
     def events_of(self, namespace: str, uid: str) -> list[Object]:
         """The Events about one object."""
@@ -373,6 +398,15 @@ def labels_or(thing: Mapping[str, Any], what: str) -> Mapping[str, str]:
 def labels_of(thing: Mapping[str, Any]) -> Mapping[str, str]:
     """Its labels."""
     return labels_or(thing, "labels")
+
+
+def _event(about: Mapping[str, Any], reason: str, message: str, now: float, warning: bool) -> Object:
+    return {
+        "apiVersion": "v1", "kind": "Event", "metadata": {"namespace": str(about.get("namespace") or "default")},
+        "involvedObject": {"apiVersion": "v1", **about}, "reason": reason, "message": message[:1024],
+        "type": "Warning" if warning else "Normal", "source": {"component": SOURCE}, "count": 1,
+        "firstTimestamp": text_of(now), "lastTimestamp": text_of(now),
+    }
 
 
 def has_condition(thing: Mapping[str, Any], kind: str) -> bool:

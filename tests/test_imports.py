@@ -105,13 +105,15 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sources.nvml_values": Row("agent.hardware.lines agent.model", "pynvml"),
     "agent.notifiers": Row(
         "agent agent.config agent.daytime agent.model agent.notifiers.alertmanager agent.notifiers.channel"
-        " agent.notifiers.chat agent.notifiers.heartbeat agent.notifiers.pagerduty agent.notifiers.slack"
+        " agent.notifiers.chat agent.notifiers.heartbeat agent.notifiers.kubernetes agent.notifiers.pagerduty"
+        " agent.notifiers.slack"
         " agent.notifiers.webhook",
         "fnmatch importlib pathlib",
     ),
     "agent.notifiers.channel": Row("agent.model agent.retry_after", WORLD),
     "agent.notifiers.alertmanager": Row("agent.model agent.notifiers.channel"),
     "agent.notifiers.heartbeat": Row("agent.model agent.notifiers.channel"),
+    "agent.notifiers.kubernetes": Row("agent.model agent.notifiers.channel drills.cluster", "http"),
     "agent.notifiers.webhook": Row("agent.model agent.notifiers.channel"),
     "agent.notifiers.trial": Row("agent.model agent.notifiers", "time"),
     "agent.notifiers.pagerduty": Row("agent.model agent.notifiers.channel", "msgspec"),

@@ -712,7 +712,7 @@ def test_a_channels_identity_tells_no_secret(tmp_path: Path) -> None:
 
 def test_the_table_names_what_there_is() -> None:
     """Parts are found in an explicit table, not by import."""
-    assert set(NOTIFIERS) == {"alertmanager", "webhook", "pagerduty", "slack", "apprise", "heartbeat"}
+    assert set(NOTIFIERS) == {"alertmanager", "webhook", "pagerduty", "slack", "apprise", "kubernetes", "heartbeat"}
 
 
 def test_the_fingerprint_is_alertmanagers() -> None:

@@ -44,6 +44,7 @@ class Needs:
     healthy: Callable[[], bool]  # the tick is on time
     external_url: str | None = None
     incidents: Callable[[], Iterable[IncidentMessage]] = tuple  # all that are open
+    node: str = ""  # as Kubernetes knows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +118,25 @@ def _apprise(name: str, item: NotifyConfig, needs: Needs) -> Channel:
     return Chat(name, _secret(item.apprise.url_file, item.apprise.url_env))
 
 
+def _kubernetes(name: str, item: NotifyConfig, needs: Needs) -> Channel:
+    from agent.notifiers.kubernetes import Kubernetes  # where there is none, nothing of it is loaded
+
+    config = item.kubernetes
+    assert config is not None  # noqa: S101
+    return Kubernetes(name, needs.node, needs.firing, events=config.events, condition=config.condition)
+
+
 NOTIFIERS: Mapping[ChannelKind, Build] = {
     "alertmanager": _alertmanager,
     "webhook": _webhook,
     "pagerduty": _pagerduty,
     "slack": _slack,
     "apprise": _apprise,
+    "kubernetes": _kubernetes,
     "heartbeat": _heartbeat,
 }
-NO_ADDRESS = frozenset({"resend", "min_visible", "every"})  # keys of a channel that say how, not where
+# Keys of a channel that say how, not where.
+NO_ADDRESS = frozenset({"resend", "min_visible", "every", "events", "condition"})
 
 
 def channel_names(config: Config, known: Mapping[str, str]) -> dict[str, str]:

@@ -159,7 +159,7 @@ class StandIn:
 
     # --- what it does -------------------------------------------------------------------------------------------------
 
-    def act(self, method: str, path: str, params: Mapping[str, str], body: Any) -> Object:
+    def act(self, method: str, path: str, params: Mapping[str, str], body: Any, form: str = "") -> Object:
         """One request that is no watch. Raises No."""
         group, plural, namespace, name, sub = route(path)
         with self.changed:
@@ -179,7 +179,7 @@ class StandIn:
             if method == "PUT":
                 return self.put(key, body, sub, params)
             if method == "PATCH":
-                return self.patch(key, body, sub, params)
+                return self.patch(key, body, sub, params, "strategic" in form)
             if method == "DELETE" and name:
                 return self.delete(key, {**params, **_options(body)})
         raise No(405, "MethodNotAllowed", "the server does not allow this method on the requested resource")
@@ -243,10 +243,15 @@ class StandIn:
         self.compare(key, old, given, str(body["metadata"].get("uid") or ""))
         return self.write(key, self.updated(old, body, sub, params))
 
-    def patch(self, key: Key, body: Object, sub: str, params: Mapping[str, str]) -> Object:
-        """PATCH: accepted without a resourceVersion, compared with one."""
+    def patch(self, key: Key, body: Object, sub: str, params: Mapping[str, str], strategic: bool = False) -> Object:
+        """PATCH: accepted without a resourceVersion, compared with one. Strategic: conditions are merged by type."""
         old, meta = self.the(key), body.get("metadata") or {}
         self.compare(key, old, str(meta.get("resourceVersion") or ""), "")
+        if strategic:
+            by_type = {one["type"]: one for one in (old.get("status") or {}).get("conditions") or ()}
+            for one in (body.get("status") or {}).get("conditions") or ():
+                by_type[one["type"]] = {**by_type.get(one["type"], {}), **one}
+            body = merged(body, {"status": {"conditions": list(by_type.values())}})
         return self.write(key, self.updated(old, merged(old, body), sub, params))
 
     def compare(self, key: Key, old: Object, version: str, uid: str) -> None:
@@ -488,7 +493,9 @@ class _Handler(BaseHTTPRequestHandler):
             if params.get("watch") == "true" and self.command == "GET":
                 self._stream(self.api.watch(parts.path, params))
                 return
-            code, told = 201 if self.command == "POST" else 200, self.api.act(self.command, parts.path, params, body)
+            form = self.headers.get("Content-Type") or ""
+            told = self.api.act(self.command, parts.path, params, body, form)
+            code = 201 if self.command == "POST" else 200
         except No as no:
             code, told = no.code, no.status
         answer = json.dumps(told).encode()

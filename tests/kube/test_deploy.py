@@ -15,6 +15,7 @@ import yaml
 from lightkube.codecs import from_dict
 
 from agent.config import load_config
+from agent.sources.workloads import KINDS
 from drills.cluster import path_of
 from drills.lease import NAME
 from tests.drills.stand_ins import wait_for
@@ -26,18 +27,23 @@ from tests.needs import find, need
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy" / "kubernetes"
 BASE, DISCOVERY, DRILLS = (DEPLOY / name for name in ("base", "overlays/discovery", "overlays/drills"))
+CLUSTER_RULES = DEPLOY / "overlays/cluster-rules"
 GPU_RESET, POD_NAMESPACES = (DEPLOY / "components" / name for name in ("gpu-reset", "pod-namespaces"))
+EVENTS, NODE_CONDITION = (DEPLOY / "components" / name for name in ("events", "node-condition"))
 RIGHTS = yaml.safe_load((Path(__file__).parent / "rights.yaml").read_text())
 RBAC = "rbac.authorization.k8s.io"
 PLURALS = {
     "Namespace": ("", "namespaces"), "ServiceAccount": ("", "serviceaccounts"), "ConfigMap": ("", "configmaps"),
-    "DaemonSet": ("apps", "daemonsets"), "Role": (RBAC, "roles"), "RoleBinding": (RBAC, "rolebindings"),
+    "DaemonSet": ("apps", "daemonsets"), "Deployment": ("apps", "deployments"),
+    "Role": (RBAC, "roles"), "RoleBinding": (RBAC, "rolebindings"),
     "ClusterRole": (RBAC, "clusterroles"), "ClusterRoleBinding": (RBAC, "clusterrolebindings"),
 }  # fmt: skip
 OVERLAYS = {
     "base": build(BASE), "discovery": build(DISCOVERY), "drills": build(DRILLS),
-    "gpu-reset": add(build(DRILLS), GPU_RESET),
+    "gpu-reset": add(build(DRILLS), GPU_RESET), "told": add(add(build(BASE), EVENTS), NODE_CONDITION),
 }  # fmt: skip
+ALL = {**OVERLAYS, "cluster-rules": build(CLUSTER_RULES)}
+ACCOUNTS = {"drills": "tocsin-drills", "gpu-reset": "tocsin-drills", "cluster-rules": "tocsin-cluster"}  # else: tocsin
 
 
 def the(objects: list[Object], kind: str, name: str = "tocsin") -> Object:
@@ -151,16 +157,34 @@ def test_the_shipped_configuration_is_one(tmp_path: Path) -> None:
     assert (config.listen, config.node) == ("0.0.0.0:9959", "gpu-17")
 
 
+def test_the_one_agent_of_the_cluster(tmp_path: Path) -> None:
+    """As little as the others have on a node, and one of it; what it is configured for is what its account may."""
+    objects = ALL["cluster-rules"]
+    deployment = the(objects, "Deployment", "tocsin-cluster")["spec"]
+    pod = deployment["template"]["spec"]
+    assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"})
+    assert the(objects, "Namespace", "tocsin-cluster")["metadata"]["labels"][
+        "pod-security.kubernetes.io/enforce"] == "restricted"
+    (agent,) = pod["containers"]
+    assert agent["securityContext"] == container(OVERLAYS["base"], "tocsin")["securityContext"]
+    assert pod["securityContext"] == pod_of(OVERLAYS["base"])["securityContext"]
+    assert not [one for one in pod["volumes"] if "hostPath" in one]
+    config = load_config(CLUSTER_RULES / "tocsin.yaml", {})
+    assert (config.cluster_rules, config.discover, config.nvml, config.kernel_log) == (True, False, "off", "off")
+    (role,) = [one for one in objects if one["kind"] == "ClusterRole"]
+    assert {name for rule in role["rules"] for name in rule["resources"]} == set(KINDS)
+
+
 def as_known(one: Object) -> Any:
     """An object with the fields that Kubernetes' own definitions have."""
     known: Any = from_dict(one)
     return known.to_dict()
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", ALL)
 def test_every_field_is_one_of_kubernetes(overlay: str) -> None:
     """`readOnlyRootFileSystem: true`: kubectl took it, the API dropped it, and the root could be written."""
-    assert [one for one in OVERLAYS[overlay] if as_known(one) != one] == []
+    assert [one for one in ALL[overlay] if as_known(one) != one] == []
 
 
 def test_a_misspelt_field_is_seen() -> None:
@@ -202,7 +226,8 @@ class Applied:
         self.api = api
         self.wide: list[tuple[str, str]] = []
         self.other = api.make_namespace(f"{api.namespace}-other", opted_in=False)
-        self.places = {"tocsin": api.namespace, "llm": f"{api.namespace}-llm", "other": self.other}
+        self.places = {"tocsin": api.namespace, "tocsin-cluster": api.namespace, "llm": f"{api.namespace}-llm",
+                       "other": self.other}
         api.make_namespace(self.places["llm"])
         for name in ("default", "kube-system"):
             if api.cluster.get(path_of("", "v1", "namespaces", None, name)) is None:
@@ -247,10 +272,10 @@ class Applied:
             self.api.cluster.ask("DELETE", path_of(group, "v1", plural, namespace or None, name))
 
 
-@pytest.fixture(params=OVERLAYS)
+@pytest.fixture(params=ALL)
 def applied(request: pytest.FixtureRequest, api: Api) -> Iterator[tuple[str, Applied]]:
     """One overlay after the other."""
-    made = Applied(api, OVERLAYS[request.param])
+    made = Applied(api, ALL[request.param])
     yield request.param, made
     made.clear()
 
@@ -258,7 +283,7 @@ def applied(request: pytest.FixtureRequest, api: Api) -> Iterator[tuple[str, App
 def test_each_account_may_do_what_it_needs_and_nothing_more(applied: tuple[str, Applied]) -> None:
     """A drill was refused for want of a verb; another account could have read every secret."""
     overlay, at = applied
-    account = "tocsin" if overlay in {"base", "discovery"} else "tocsin-drills"
+    account = ACCOUNTS.get(overlay, "tocsin")
     needs = [*RIGHTS["may"][overlay], *(RIGHTS["may"]["drills"] if overlay == "gpu-reset" else ())]
     with suppress(AssertionError):  # a real server's authorizer hears of a new role a moment later
         wait_for(lambda: all(at.may(account, *row) for row in needs))
@@ -268,8 +293,8 @@ def test_each_account_may_do_what_it_needs_and_nothing_more(applied: tuple[str, 
     everything = [row for rows in RIGHTS["may"].values() for row in rows]
     beyond = [row for row in everything if row not in needs and at.may(account, *row)]
     assert not [row for row in beyond if overlay != "discovery" or row[1] != "pods"], beyond
-    other = "tocsin-drills" if account == "tocsin" else "tocsin"
-    assert [row for row in everything if at.may(other, *row)] == []
+    others = {"tocsin", *ACCOUNTS.values()} - {account}
+    assert [(other, row) for row in everything for other in others if at.may(other, *row)] == []
 
 
 def test_the_lease_is_the_one_that_drilld_writes() -> None:
@@ -278,10 +303,10 @@ def test_the_lease_is_the_one_that_drilld_writes() -> None:
     assert {name for rule in rules for name in rule.get("resourceNames", ())} == {NAME}
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", ALL)
 def test_the_api_takes_every_object(api: Api, overlay: str) -> None:
     """A misspelt key was dropped without a word. A real server checks each field; the stand-in, that it has a place."""
-    for one in OVERLAYS[overlay]:
+    for one in ALL[overlay]:
         group, plural = PLURALS[one["kind"]]
         assert one["apiVersion"] == (f"{group}/v1" if group else "v1")
         if api.stand_in is None:
@@ -289,7 +314,7 @@ def test_the_api_takes_every_object(api: Api, overlay: str) -> None:
             meta = moved["metadata"]
             meta["name"] = f"{api.namespace}-{meta['name']}"  # Tocsin may be installed there
             namespace = meta.get("namespace")
-            if namespace == "tocsin":
+            if namespace in ("tocsin", "tocsin-cluster"):
                 namespace = meta["namespace"] = api.namespace
             path = path_of(group, "v1", plural, namespace)
             api.cluster.ask("POST", path, {"dryRun": "All", "fieldValidation": "Strict"}, moved)
@@ -297,17 +322,19 @@ def test_the_api_takes_every_object(api: Api, overlay: str) -> None:
 
 if REAL:  # with the stand-in there is nothing that kubectl could ask
 
-    @pytest.mark.parametrize("overlay", [BASE, DISCOVERY, DRILLS], ids=lambda folder: folder.name)
+    @pytest.mark.parametrize("overlay", [BASE, DISCOVERY, DRILLS, CLUSTER_RULES], ids=lambda folder: folder.name)
     def test_kubectl_applies_it(api: Api, overlay: Path) -> None:
         """`kubectl apply -k … --dry-run=server`, as a person does it; the namespace must be there before."""
         need("kubectl")
-        made = api.cluster.get(path_of("", "v1", "namespaces", None, "tocsin")) is None
+        name = "tocsin-cluster" if overlay == CLUSTER_RULES else "tocsin"
+        made = api.cluster.get(path_of("", "v1", "namespaces", None, name)) is None
         if made:
-            api.cluster.ask("POST", path_of("", "v1", "namespaces"), body=the(OVERLAYS["base"], "Namespace"))
+            of = ALL["cluster-rules" if overlay == CLUSTER_RULES else "base"]
+            api.cluster.ask("POST", path_of("", "v1", "namespaces"), body=the(of, "Namespace", name))
         try:
             command = [find("kubectl") or "", "--kubeconfig", REAL, "apply", "-k", str(overlay), "--dry-run=server"]
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
             assert done.returncode == 0, done.stderr
         finally:
             if made:
-                api.drop_namespace("tocsin")
+                api.drop_namespace(name)
