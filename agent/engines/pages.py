@@ -402,8 +402,8 @@ class PageReader:
         if elsewhere is not None:
             why = f"this is {elsewhere.title}, {'a router' if elsewhere.role == 'router' else 'an engine'}; {why}"
             remedy = f"write it under {elsewhere.role}s:"
-        if muted is not None and not against:
-            why = f"if it is {muted.title}, {muted.muted}; {why}"
+        elif muted is not None and not against:
+            why = f"no {role}'s numbers are on this page (it has {shown}{more}); if it is {muted.title}, {muted.muted}"
             remedy = muted.unmute
         engine_map = self._maps[0]
         found = tuple(Found(name, self.target, None, why=why, remedy=remedy, code=Why.MISSING)
