@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise, takewhile
@@ -30,6 +30,7 @@ STALE_S = 60.0
 SETTLED_S = 600.0  # 10 m after its engine's start a GPU holds what it is meant to hold
 FALL_SHARE = 0.01  # of the floor: free memory that varies by less does not fall
 EMPTY_KV = 0.05  # "near 0"
+CROWDED_KV = 0.5  # below, no request was preempted
 NOT_WORTH_IT = 0.15  # prefix-cache hit rate
 HALF = 0.5
 LIVE = (("generation_tokens", ""), ("itl", "count"), ("steps", ""), ("graph_passes", "graph"),
@@ -291,12 +292,23 @@ def queue_age_bound(ask: Ask, waiting: Sample) -> tuple[float, float, float | No
     """(age, at least, at most) of the head of the queue in seconds; at most is None where the wait began unseen."""
     if waiting.value <= 0:
         return 0.0, 0.0, 0.0
-    head = now = after_at = after = None
     started_at = ask.windows.restarted_at(ask.subject, "waiting") or 0.0
     # Where all engines of a target count first tokens together, the count runs ahead of this queue: a lower age.
-    series = (("ttft", "count", ask.teller("ttft")), ("waiting", ""))
-    for at, first, wait in ask.windows.backward(ask.subject, *series):
+    rows = ask.windows.backward(ask.subject, ("ttft", "count", ask.teller("ttft")), ("waiting", ""))
+    age_s, low_s, high_s = head_age(rows, started_at)
+    less = without_preempted(ask, started_at)
+    if less:
+        age_s, low_s, _ = head_age(less, started_at)
+    return age_s, low_s, high_s
+
+
+def head_age(rows: Iterable[tuple[float, ...]], started_at: float) -> tuple[float, float, float | None]:
+    """The same from (at, first tokens so far, waiting) of each read, newest first."""
+    head = now = after_at = after = None
+    for at, first, wait in rows:
         if head is None or now is None or after_at is None or after is None:
+            if wait <= 0:
+                return 0.0, 0.0, 0.0
             head, now, after_at, after = first + 1, at, at, first + wait
             continue
         arrived = first + wait
@@ -307,6 +319,31 @@ def queue_age_bound(ask: Ask, waiting: Sample) -> tuple[float, float, float | No
             return now - (at + share * (after_at - at)), now - after_at, now - at
         after_at, after = at, arrived
     return (0.0, 0.0, None) if now is None or after_at is None else (now - after_at, now - after_at, None)
+
+
+def without_preempted(ask: Ask, started_at: float) -> list[tuple[float, float, float]]:
+    """(at, first tokens so far, waiting for their first) of each read since nobody waited, newest first.
+
+    A gauge of waiting requests holds preempted ones, too, and those have had their first token. Of all that had one, so
+    many have ended and so many run; the rest was preempted and waits. Clients that leave in mid-answer are counted
+    nowhere: what was so when nobody waited is taken off, and no more are preempted than now run less than did at most.
+    Empty: nothing was preempted, or it cannot be told.
+    """
+    ends = [("finished", reason) for reason in ask.windows.keys_now(ask.subject, "finished")]
+    if not ends or ask.teller("ttft") != ask.subject:
+        return []
+    rows: list[tuple[float, ...]] = []
+    for row in ask.windows.backward(
+            ask.subject, ("ttft", "count"), ("waiting", ""), ("running", ""), ("kv_usage", ""), *ends):
+        rows.append(row)
+        if row[2] <= 0 or row[0] < started_at:
+            break
+    if not rows or rows[-1][2] > 0 or rows[-1][0] < started_at or max(row[4] for row in rows) < CROWDED_KV:
+        return []
+    _, first, _, running, _, *ended = rows[-1]
+    lost, most = first - sum(ended) - running, max(row[3] for row in rows)
+    return [(at, first, waits - max(0.0, min(waits, first - sum(ended) - lost - runs, most - runs)))
+            for at, first, waits, runs, _, *ended in rows]
 
 
 def kv_cache_utilization(ask: Ask) -> Signal:

@@ -131,6 +131,30 @@ def test_the_uncertainty_of_the_queue_age_spans_what_nobody_saw() -> None:
     assert verdict(got, "queue-age") == "undecided"
 
 
+def crowded(first: float, waiting: float, running: float, ended: float = 0.0) -> Numbers:
+    """An engine whose KV cache is full."""
+    return {"ttft.count": first, "waiting": waiting, "running": running, "finished.stop": ended, "kv_usage": 1.0}
+
+
+def test_a_preempted_request_is_no_head_of_the_queue() -> None:
+    """4 have begun; from 5 s on one of them waits again. 2 new ones come between 10 and 15 s: number 5 at 12.5 s.
+
+    Counting the preempted one, number 5 would have come before 5 s, into a queue that nobody was in at 10 s.
+    """
+    told = {0.0: crowded(4, 0, 4), 5.0: crowded(4, 1, 3), 10.0: crowded(4, 1, 3), 15.0: crowded(4, 3, 3)}
+    only_it = at_end(serve(0, 10, told.__getitem__), "queue-age", 10)
+    assert (only_it.value, only_it.low, only_it.high) == (0.0, 0.0, 10.0)
+    with_others = at_end(serve(0, 15, told.__getitem__), "queue-age", 15)
+    assert (with_others.value, with_others.low) == (2.5, 0.0)
+
+
+def test_a_client_that_left_is_not_taken_for_a_preempted_request_for_ever() -> None:
+    """4 ran, a client left, counted nowhere: who waits may be new or preempted, until 4 run again: then it is new."""
+    told = {0.0: crowded(4, 0, 4), 5.0: crowded(4, 1, 3), 10.0: crowded(5, 1, 4), 15.0: crowded(5, 1, 4)}
+    assert verdict(at_end(serve(0, 5, told.__getitem__), "queue-age", 5), "queue-age") == "undecided"
+    assert at_end(serve(0, 15, told.__getitem__), "queue-age", 15).low == 5.0
+
+
 def test_clients_that_gave_up_are_not_the_head() -> None:
     """5 waited and left without a first token; the one that came now is young."""
     waits = {0.0: 5.0, 5.0: 5.0, 10.0: 0.0, 15.0: 0.0, 20.0: 1.0}

@@ -124,8 +124,9 @@ class Load:
         """Between the tokens of all; tokens that came in one piece have come at once."""
         gaps: list[float] = []
         for one in self.seen:
+            gaps += [0.0] * (one.tokens[0] - 1)
             for (came, count), (next_came, next_count) in pairwise(zip(one.piece_at, one.tokens, strict=True)):
-                gaps += [next_came - came] * (next_count > count) + [0.0] * max(0, next_count - count - 1)
+                gaps += [next_came - came] * (next_count > count) + [0.0] * (next_count - count - 1)
         return gaps
 
     def noise_s(self, start: float, end: float) -> float:
