@@ -24,6 +24,7 @@ PACKAGES = {
     "promtool": "prometheus",
     "setpriv": "util-linux",
     "kill": "procps",
+    "journalctl": "systemd",
     "systemctl": "systemd",
     "systemd-analyze": "systemd",
     "systemd-sysusers": "systemd",
@@ -33,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FROM_PYPI = ("vllm-router", "vllm")  # not Debian's
 VLLM = ROOT / ".venv-vllm/.installed"  # written when it is whole; it is run by its own Python
 # Debian keeps iptables, nft and ip where an ordinary user's PATH does not look.
-EXTRA_PATH = ("/usr/local/sbin", "/usr/sbin", "/sbin", str(ROOT / ".venv-router/bin"))
+EXTRA_PATH = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/lib/systemd", str(ROOT / ".venv-router/bin"))
 
 
 def find(tool: str) -> str | None:

@@ -93,7 +93,11 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sources.router": Row(
         "agent.engines agent.engines.pages agent.exposition agent.model agent.sources.fetch", WORLD
     ),
-    "agent.sources.kernel_log": Row("agent.hardware.lines agent.model", WORLD),
+    "agent.sources.kernel_log": Row(
+        "agent.hardware.lines agent.model agent.sources.journal agent.sources.log_files", WORLD
+    ),
+    "agent.sources.journal": Row("agent.hardware.lines agent.sources.log_files", WORLD),
+    "agent.sources.log_files": Row("agent.hardware.lines", WORLD),
     "agent.sources.nvml": Row(
         "agent.model agent.sources.gpu_devices agent.sources.nvml_events agent.sources.nvml_mig"
         " agent.sources.nvml_state agent.sources.nvml_values", WORLD

@@ -1,4 +1,4 @@
-"""The kernel log: /dev/kmsg, or a file or pipe that holds the same lines.
+"""The kernel log: /dev/kmsg, else systemd's journal, or a file or pipe that holds the same lines.
 
 A thread of its own waits for the log and wakes the loop; `read` hands over what has come since. Equal lines are one
 event with a count from the moment they are read, so a storm of them costs no memory. Only what the kernel itself wrote
@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
-from enum import Enum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from agent.hardware.lines import Line, Reader, Record, record_of
+from agent.hardware.lines import Line, Reader, Record
 from agent.model import Batch, Event, EventKind, Gap, Sample, Why
+from agent.sources.journal import FOLDERS, MACHINE_ID, Journal, folder_here
+from agent.sources.log_files import Kmsg, Log, Pipe, Tail, When
 
 KMSG = Path("/dev/kmsg")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -32,184 +32,10 @@ KMSG_DEVICE = os.makedev(1, 11)
 NOT_FOR_US = (errno.EACCES, errno.EPERM, errno.ENOENT)
 SUBJECT = "kernel_log"
 OPEN = "kernel_log_open"  # sample: 1 while the log is read
-LOOK_EVERY_S = 0.2  # a regular file has nothing to wait on
-RECORD_BYTES = 8192  # the most that /dev/kmsg gives of one record
-CHUNK_BYTES = 1 << 16
-FIRST_BYTES = 16 << 20  # of a file that no run of ours has read before
 REOPEN_S = 5.0
 MOST_KINDS = 1024  # of events that are different and were not handed over yet; what comes beyond is counted as lost
 WOKEN_S = 5.0  # the same event wakes the loop no more often
 TOLD = tuple(f.name for f in fields(Line) if f.name not in ("kind", "device", "number", "words"))
-
-
-class When(Enum):
-    """When a record came: while we looked, before that, or before any run of ours looked at all."""
-
-    LIVE = "live"
-    BEFORE = "before"
-    FIRST = "first"
-
-
-class _Log(Protocol):
-    """An open log. `wait` blocks until there may be more; `cursor` is where what was given by `records` ends."""
-
-    cursor: dict[str, Any]
-    lost: int
-
-    def records(self) -> Iterator[tuple[Record, When]]:
-        """What has come."""
-
-    def wait(self, timeout_s: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _Kmsg:
-    """/dev/kmsg: one record a read, each with its number. The kernel keeps as many as fit into its ring."""
-
-    def __init__(self, path: Path, cursor: Mapping[str, Any], boot: str) -> None:
-        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._poll = select.poll()
-        self._poll.register(self._fd, select.POLLIN)
-        same = cursor.get("boot") == boot and isinstance(cursor.get("seq"), int)
-        self._seen: int | None = cursor["seq"] if same else None
-        self._when = When.BEFORE if cursor.get("boot") else When.FIRST
-        self.cursor: dict[str, Any] = {"boot": boot, "seq": self._seen}
-        self.lost = 0
-
-    def records(self) -> Iterator[tuple[Record, When]]:
-        while True:
-            try:
-                raw = os.read(self._fd, RECORD_BYTES)
-            except BlockingIOError:
-                self._when = When.LIVE
-                return
-            except BrokenPipeError:  # overwritten before we read them: the next number tells how many
-                continue
-            record = record_of(raw.decode("utf-8", "replace"))
-            if record is None or record.seq is None:
-                continue
-            if self._seen is not None and record.seq <= self._seen:
-                yield record._replace(seq=-1), self._when  # only for the names of GPUs
-                continue
-            if self._seen is not None:
-                self.lost += record.seq - self._seen - 1
-            self._seen = self.cursor["seq"] = record.seq
-            yield record, self._when
-
-    def wait(self, timeout_s: float) -> None:
-        self._poll.poll(timeout_s * 1000)
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-class _Tail:
-    """A regular file that grows, and that somebody may rotate."""
-
-    def __init__(self, path: Path, cursor: Mapping[str, Any], boot: str, year: int) -> None:
-        self._path, self._year = path, year
-        self._rest = b""
-        self.lost = 0
-        self._when = When.BEFORE if cursor.get("inode") else When.FIRST
-        self._queue: list[int] = []
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        inode, offset = os.fstat(fd).st_ino, 0
-        if cursor.get("inode") == inode and os.fstat(fd).st_size >= int(cursor.get("offset") or 0):
-            offset = int(cursor["offset"])
-        elif cursor.get("inode"):
-            before = self._rotated(int(cursor["inode"]), int(cursor.get("offset") or 0))
-            if before is not None:
-                self._queue, fd = [fd], before
-                inode, offset = int(cursor["inode"]), int(cursor.get("offset") or 0)
-        else:  # a log of months is not read from its beginning; the line in which we land is no line of ours
-            offset = max(0, os.fstat(fd).st_size - FIRST_BYTES)
-        os.lseek(fd, offset, os.SEEK_SET)
-        self._fd = fd
-        self.cursor: dict[str, Any] = {"boot": boot, "inode": inode, "offset": offset}
-
-    def _rotated(self, inode: int, offset: int) -> int | None:
-        """The file that we read before, under its new name."""
-        for other in (self._path.with_name(f"{self._path.name}.1"), self._path.with_name(f"{self._path.name}.old")):
-            try:
-                fd = os.open(other, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:
-                continue
-            if os.fstat(fd).st_ino == inode and os.fstat(fd).st_size >= offset:
-                return fd
-            os.close(fd)
-        return None
-
-    def records(self) -> Iterator[tuple[Record, When]]:
-        while True:
-            chunk = os.read(self._fd, CHUNK_BYTES)
-            if not chunk:
-                if not self._next():
-                    self._when = When.LIVE
-                    return
-                continue
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
-            self._rest = self._rest[-CHUNK_BYTES:]
-            for line in lines:
-                self.cursor["offset"] += len(line) + 1
-                record = record_of(line.decode("utf-8", "replace"), self._year)
-                if record is not None:
-                    yield record, self._when
-
-    def _next(self) -> bool:
-        """Go on with the file that has come in place of the one that was read to its end."""
-        if not self._queue:
-            try:
-                there, here = self._path.stat(), os.fstat(self._fd)
-            except OSError:
-                return False
-            if there.st_ino == here.st_ino and here.st_size >= os.lseek(self._fd, 0, os.SEEK_CUR):
-                return False
-            self._queue.append(os.open(self._path, os.O_RDONLY | os.O_CLOEXEC))
-        os.close(self._fd)
-        self._fd, self._rest = self._queue.pop(), b""
-        self.cursor.update(inode=os.fstat(self._fd).st_ino, offset=0)
-        return True
-
-    def wait(self, timeout_s: float) -> None:
-        time.sleep(min(timeout_s, LOOK_EVERY_S))
-
-    def close(self) -> None:
-        for fd in (self._fd, *self._queue):
-            os.close(fd)
-
-
-class _Pipe:
-    """A FIFO or a terminal: what is written while we look, and nothing else."""
-
-    def __init__(self, path: Path, boot: str, year: int) -> None:
-        # for writing, too: a FIFO without any writer would be at its end for ever
-        self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-        self._poll = select.poll()
-        self._poll.register(self._fd, select.POLLIN)
-        self._rest, self._year, self.lost = b"", year, 0
-        self.cursor: dict[str, Any] = {"boot": boot}
-
-    def records(self) -> Iterator[tuple[Record, When]]:
-        while True:
-            try:
-                chunk = os.read(self._fd, CHUNK_BYTES)
-            except BlockingIOError:
-                return
-            if not chunk:
-                return
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
-            self._rest = self._rest[-CHUNK_BYTES:]
-            for line in lines:
-                record = record_of(line.decode("utf-8", "replace"), self._year)
-                if record is not None:
-                    yield record, When.LIVE
-
-    def wait(self, timeout_s: float) -> None:
-        self._poll.poll(timeout_s * 1000)
-
-    def close(self) -> None:
-        os.close(self._fd)
 
 
 @lru_cache(1024)
@@ -245,13 +71,16 @@ class KernelLog:
     name = "kernel_log"
 
     def __init__(self, path: Path | None = None, cursor: Mapping[str, Any] | None = None, *, kmsg: Path = KMSG,
-                 fallbacks: Sequence[Path] = FALLBACKS, boot_id: Path = BOOT_ID, undated: bool = False) -> None:
-        """`path` None: /dev/kmsg, else the first of `fallbacks` that can be read. `cursor`: where an earlier run was.
+                 journals: Sequence[Path] = FOLDERS, fallbacks: Sequence[Path] = FALLBACKS, boot_id: Path = BOOT_ID,
+                 machine_id: Path = MACHINE_ID, undated: bool = False) -> None:
+        """`path` None: /dev/kmsg, else this machine's journal in `journals`, else the first of `fallbacks` that can be
+        read. A folder is a journal's, read by journalctl. `cursor`: where an earlier run was.
 
         `undated`: count also the old lines of a text that tell no time (as now), as a single look does.
         """
         self.note = "not read yet"
         self._path, self._asked, self._fallbacks = path or kmsg, path is not None, fallbacks
+        self._journals, self._machine_id = journals, machine_id
         self._cursor: Mapping[str, Any] = cursor or {}
         self._boot_id, self._undated = boot_id, undated
         self._wake: Callable[[], object] = lambda: None
@@ -320,6 +149,7 @@ class KernelLog:
                 self._read_on(log)
             except OSError as error:
                 self._tell(error)
+                self._caught_up.set()
                 self._sleep(REOPEN_S)
             finally:
                 log.close()
@@ -329,15 +159,14 @@ class KernelLog:
         while not self._closed and time.monotonic() < end:
             time.sleep(0.2)
 
-    def _open(self) -> _Log:
+    def _open(self) -> Log:
         boot = self._boot_id.read_text().strip()
         try:
             path, log = self._path, self._open_at(self._path, boot)
         except OSError as error:
-            found = next((p for p in self._fallbacks if not self._asked and os.access(p, os.R_OK)), None)
-            if found is None or error.errno not in NOT_FOR_US:
+            if self._asked or error.errno not in NOT_FOR_US:
                 raise
-            path, log = found, self._open_at(found, boot)
+            path, log = self._open_instead(boot, error)
         with self._lock:
             if self._cursor.get("boot") not in (None, boot):
                 booted_at = self._now() - time.monotonic()
@@ -346,19 +175,32 @@ class KernelLog:
             self.note = f"reads {path}"
         return log
 
-    def _open_at(self, path: Path, boot: str) -> _Log:
+    def _open_instead(self, boot: str, error: OSError) -> tuple[Path, Log]:
+        """What this user may read instead of /dev/kmsg. Raises OSError: `error`, and why nothing else can be."""
+        journal = folder_here(self._journals, self._machine_id)
+        if isinstance(journal, Path):
+            return journal, Journal(journal, self._cursor, boot)
+        found = next((p for p in self._fallbacks if os.access(p, os.R_OK)), None)
+        if found is None:
+            raise OSError(error.errno, f"{error.strerror}; and {journal}")
+        return found, self._open_at(found, boot)
+
+    def _open_at(self, path: Path, boot: str) -> Log:
         kind = path.stat()
+        if stat.S_ISDIR(kind.st_mode):
+            return Journal(path, self._cursor, boot)
         year = datetime.fromtimestamp(self._at[0], UTC).year
         if stat.S_ISREG(kind.st_mode):
-            return _Tail(path, self._cursor, boot, year)
+            return Tail(path, self._cursor, boot, year)
         if stat.S_ISCHR(kind.st_mode) and kind.st_rdev == KMSG_DEVICE:
-            return _Kmsg(path, self._cursor, boot)
-        return _Pipe(path, boot, year)
+            return Kmsg(path, self._cursor, boot)
+        return Pipe(path, boot, year)
 
     def _tell(self, error: OSError) -> None:
         text = f"{self._path}: {error.strerror or error}"
         if not self._asked and error.errno in NOT_FOR_US:
-            text += "; it needs CAP_SYSLOG, and /dev/kmsg in the container (deploy/systemd/tocsin.service gives both)"
+            text += ("; it needs CAP_SYSLOG, and /dev/kmsg in the container (deploy/systemd/tocsin.service gives both),"
+                     " or the group systemd-journal")
             code, told = Why.NOT_SUPPORTED, None
         else:
             code, told = Why.ERROR, text
@@ -366,20 +208,20 @@ class KernelLog:
             self.note, self._error = text, told
             self._why = Gap(OPEN, SUBJECT, code, text, 0.0)
 
-    def _read_on(self, log: _Log) -> None:
+    def _read_on(self, log: Log) -> None:
         reader = Reader()
         lost = 0
         while not self._closed:
             for record, when in log.records():
                 self._take(record, reader, when, log.cursor)
-                if log.lost != lost:
-                    self._count_lost(log.lost - lost)
-                    lost = log.lost
+                lost = self._count_lost(log, lost)
                 if self._is_closed():
                     return
+            lost = self._count_lost(log, lost)
             with self._lock:
                 self._cursor = dict(log.cursor)
-            self._caught_up.set()
+            if not log.behind:
+                self._caught_up.set()
             log.wait(0.5)
 
     def _is_closed(self) -> bool:
@@ -389,11 +231,13 @@ class KernelLog:
         now, mono = self._at
         return now + time.monotonic() - mono
 
-    def _count_lost(self, count: int) -> None:
-        if count > 0:
+    def _count_lost(self, log: Log, before: int) -> int:
+        """How many records the log has lost by now; what is new of it is told."""
+        if log.lost > before:
             with self._lock:
-                self._missed += count
+                self._missed += log.lost - before
             self._wake()
+        return log.lost
 
     def _take(self, record: Record, reader: Reader, when: When, cursor: Mapping[str, Any]) -> None:
         """One record, which ends at `cursor`."""

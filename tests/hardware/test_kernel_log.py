@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from agent.model import Batch, Event, Gap, Why
-from agent.sources.kernel_log import KernelLog, _Kmsg
+from agent.sources.kernel_log import KernelLog
+from agent.sources.log_files import Kmsg
 from tests.hardware.cases import cases
 from tests.needs import need
 
@@ -136,7 +137,7 @@ def test_a_log_of_months_is_read_from_near_its_end(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first start on a kern.log of ten gigabytes took a core for minutes."""
-    monkeypatch.setattr("agent.sources.kernel_log.FIRST_BYTES", 100)
+    monkeypatch.setattr("agent.sources.log_files.FIRST_BYTES", 100)
     log = tmp_path / "kmsg"
     now_us = int(time.monotonic() * 1e6)
     add(log, *[f"3,1,{now_us},-;{XID}"] * 50, f"3,2,{now_us},-;{OTHER}")
@@ -263,7 +264,7 @@ def test_a_fifo_is_read_as_it_is_written(tmp_path: Path, start: Start) -> None:
 
 def test_a_log_that_cannot_be_read_says_so(tmp_path: Path, start: Start) -> None:
     """In an unprivileged pod there is no /dev/kmsg: that is N/A; a path that somebody wrote down is a fault."""
-    automatic, asked = start(None, kmsg=tmp_path / "none", fallbacks=()), start(tmp_path / "none")
+    automatic, asked = start(None, kmsg=tmp_path / "none", journals=(), fallbacks=()), start(tmp_path / "none")
     (gap,), (fault,) = last(automatic).readings, last(asked).readings
     assert isinstance(gap, Gap)
     assert isinstance(fault, Gap)
@@ -278,7 +279,7 @@ def test_a_syslog_file_where_kmsg_cannot_be_read(tmp_path: Path, start: Start) -
     """An agent without CAP_SYSLOG, and in the group adm: syslog's copy of the kernel's messages will do."""
     log = tmp_path / "kern.log"
     log.touch()
-    source = start(None, kmsg=tmp_path / "none", fallbacks=(tmp_path / "other", log))
+    source = start(None, kmsg=tmp_path / "none", journals=(), fallbacks=(tmp_path / "other", log))
     last(source)
     add(log, f"Nov 29 23:44:01 gpu-17 kernel: [12345.678901] {XID}", f"Nov 29 23:44:01 gpu-17 app[7]: {XID}")
     found = events(source, lambda got: sum(e.count for e in got) >= 2)
@@ -305,8 +306,8 @@ def test_records_that_were_overwritten_are_counted(
             raise told
         return told
 
-    log = _Kmsg(Path("/dev/null"), cursor, "b")
-    monkeypatch.setattr("agent.sources.kernel_log.os.read", read)
+    log = Kmsg(Path("/dev/null"), cursor, "b")
+    monkeypatch.setattr("agent.sources.log_files.os.read", read)
     try:
         given = [record.message for record, _ in log.records()]
     finally:
