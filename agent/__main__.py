@@ -139,7 +139,7 @@ class Progress:
 
     def __call__(self, line: str, *, lasting: bool = False) -> None:
         """Show a line, in place of the one before if that was not lasting."""
-        from agent.show import clean
+        from agent.words import clean
 
         line = clean(line)
         if sys.stderr.isatty():
@@ -573,15 +573,13 @@ def rules_list(context: typer.Context, config: ConfigFile = None, as_json: AsJso
 
 
 def _rule_row(rule: Rule, unit: str) -> dict[str, Any]:
-    from agent.words import quantity
+    from agent.words import fires
 
-    limit = f"{rule.factor:g} × slo.{rule.slo}" if rule.slo else quantity(rule.factor, unit)
-    limit = limit.removeprefix("1 × ") if rule.slo else limit
     return {
         "id": rule.id,
         "number": rule.number,
         "severity": rule.severity,
-        "fires": f"{rule.op} {limit}",
+        "fires": fires(rule, unit),
         "for_s": rule.for_s,
         "keep_s": rule.keep_s,
         "window_s": rule.window_s,

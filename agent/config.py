@@ -667,7 +667,7 @@ class Config(_Form, frozen=True):
 
 # Keys of the contract whose function this version does not have yet. An entry goes when its function comes.
 WITHOUT_FUNCTION: tuple[str, ...] = (
-    "sources", "pattern", "web",
+    "sources", "pattern",
 )
 
 

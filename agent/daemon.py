@@ -22,7 +22,17 @@ if __name__ == "__main__":  # structlog would take rich along for tracebacks in 
 import structlog
 
 from agent import sdnotify
-from agent.config import Config, address_of, host_port, load_all, read_secret, slo_for, target_name, without_function
+from agent.config import (
+    Config,
+    SecretUnreadable,
+    address_of,
+    host_port,
+    load_all,
+    read_secret,
+    slo_for,
+    target_name,
+    without_function,
+)
 from agent.loop import Agent, Collector
 from agent.model import FoundEngine, Rule, Source
 from agent.node import Node, Setup
@@ -40,6 +50,7 @@ from agent.sources.router import RouterSource
 from agent.store import Store, StoreError
 from agent.strict import ConfigErrors
 from agent.web.app import PRIVATE, PUBLIC, allowed_hosts, make_app
+from agent.web.pages import Site, make_pages
 from agent.web.server import CannotServe, Server, serve_tcp, serve_unix
 from drills import cluster
 from rules import RuleSet, severity_of
@@ -178,12 +189,25 @@ def serve(agent: Agent, config: Config) -> list[Server]:
     hosts = allowed_hosts(config.listen, config.external_url)
     servers = [serve_unix(make_app(agent, CATALOGUE, time.time, routes=PRIVATE), config.socket)]
     try:
-        public = make_app(agent, CATALOGUE, time.time, routes=PUBLIC, hosts=hosts)
+        site = Site(config.node or "", config.socket.with_name("drilld.sock"), lambda: _page_token(config), CATALOGUE)
+        public = make_app(agent, CATALOGUE, time.time, routes={**PUBLIC, **make_pages(site)}, hosts=hosts)
         servers.append(serve_tcp(public, config.listen))
     except CannotServe:
         servers[0].close()
         raise
     return servers
+
+
+def _page_token(config: Config) -> str | None:
+    """The token that the page's forms ask for; None where none is configured, or it cannot be read: read-only."""
+    web = config.web
+    if web.token_file is None and web.token_env is None:
+        return None
+    try:
+        return read_secret(web.token_file, web.token_env)
+    except SecretUnreadable as error:
+        log.warning("page_token_unreadable", error=str(error))
+        return None
 
 
 def run(config: Config, rules: RuleSet, path: Path | None) -> bool:

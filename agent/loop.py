@@ -29,6 +29,7 @@ from agent.model import (
     EngineFacts,
     FoundEngine,
     IncidentMessage,
+    Rule,
     Sample,
     Signal,
     Source,
@@ -508,6 +509,10 @@ class Agent:
         """Every open incident, for those who are told again."""
         with self._lock:
             return self.node.incidents_open()
+
+    def rules(self) -> Sequence[Rule]:
+        """All rules that are judged here."""
+        return self.node.setup.rules
 
     def healthy(self) -> bool:
         """The tick is in time: what the heartbeat promises."""

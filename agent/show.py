@@ -6,19 +6,16 @@ whole, so that grep and awk see everything. rich is imported only for a terminal
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, TextIO
 
-from agent.words import quantity, span
+from agent.words import LOUD, clean, loudest_first, place, quantity, span, verdict_line
 
 Answer = Mapping[str, Any]
 NOTHING = "–"
-RANK = {"page": 0, "ticket": 1, "info": 2}
-LOUD = ("BREACH", "PENDING")
 PAST_SHOWN = 20  # silences that have ended
 STYLES = {
     "OK": "green",
@@ -62,11 +59,6 @@ Report = list[Table | str]
 # ---- numbers and times, as people write them ----
 
 
-def clean(text: object) -> str:
-    """Text in one line without control characters: an engine's page must not steer the terminal that shows it."""
-    return "".join(c if c.isprintable() else "�" for c in re.sub(r"\s+", " ", str(text)))
-
-
 def duration(seconds: float) -> str:
     """A duration as the configuration has it: 10s, 5m, 2h, 90s."""
     for size, word in ((86400, "d"), (3600, "h"), (60, "m")):
@@ -94,14 +86,6 @@ CHECK_COLUMNS = (
     Column("METHOD", drop=5),
     Column("WHY"),
 )
-
-
-def place(signal: Answer) -> tuple[int, int, str]:
-    """Where a signal stands in the list: H1 to H10, then the rest by letter and number, then what has no number."""
-    found = re.fullmatch(r"([A-Z]+)([0-9]+)", signal.get("number") or "")
-    if not found:
-        return (9, 0, str(signal.get("rule")))
-    return ("HMLUK".find(found[1]) if found[1] in "HMLUK" else 8, int(found[2]), "")
 
 
 def _is_ten(signal: Answer) -> bool:
@@ -142,46 +126,6 @@ def _grouped(signals: Sequence[Answer], *, apart: bool) -> list[list[str]]:
     return [_row(group) for group in groups.values()]
 
 
-def _sentence(signal: Answer) -> str:
-    unit = signal.get("unit") or ""
-    measured = quantity(signal.get("value"), unit)
-    limit = f" (limit {quantity(signal['limit'], unit)})" if signal.get("limit") is not None else ""
-    told = f": {signal['text']}" if signal.get("text") not in (None, "", measured) else ""
-    pending = "" if signal["state"] == "BREACH" else ", pending"
-    return clean(f"{signal['rule']} on {signal['subject']} is {measured}{limit}{told}{pending}")
-
-
-def _and_more(count: int, what: str) -> str:
-    return f", and {count} more {what}" if count > 0 else ""
-
-
-def _loudest_first(signal: Answer) -> tuple[Any, ...]:
-    return (RANK.get(signal.get("severity") or "", 3), LOUD.index(signal["state"]), place(signal))
-
-
-def verdict_line(answer: Answer) -> str:
-    """The verdict in words, with the number that made it."""
-    verdict, signals = answer["verdict"], answer["signals"]
-    loud = sorted((s for s in signals if s["state"] in LOUD), key=_loudest_first)
-    unknown = [s for s in signals if s["state"] == "UNKNOWN"]
-    word = str(verdict).upper()
-    if verdict == "unknown" and answer.get("why"):
-        return f"{word}: {clean(answer['why'])}"
-    if verdict in ("page", "ticket") and loud:
-        return f"{word}: {_sentence(loud[0])}{_and_more(len(loud) - 1, 'out of range')}"
-    if verdict == "unknown" and all(s["state"] in ("IDLE", "N/A") for s in signals):
-        return f"{word}: found nothing to watch"
-    if verdict == "unknown" and unknown:
-        first = next((s for s in unknown if s.get("required")), unknown[0])
-        why = first.get("why") or "it was not told"
-        return clean(f"{word}: cannot tell {first['rule']} of {first['subject']}, because {why}") + _and_more(
-            len(unknown) - 1, "unknown"
-        )
-    in_range = sum(s["state"] == "OK" for s in signals)
-    noted = f"; {len(loud)} noted for information" if loud else ""
-    return f"{word}: {in_range} in range{noted}" + (f"; cannot tell {len(unknown)}" if unknown else "")
-
-
 def check_report(answer: Answer, *, show_all: bool) -> Report:
     """The ten first, then of the rest what is not quiet (all of it with `show_all`), then the verdict."""
     signals: Sequence[Answer] = answer["signals"]
@@ -203,7 +147,7 @@ def check_report(answer: Answer, *, show_all: bool) -> Report:
                for one in answer.get("expected") or () if one["rules"]]
     report.append(verdict_line(answer))
     report += [f"Mind: {clean(answer['why'])}"] if answer.get("why") and answer["verdict"] != "unknown" else []
-    loud = sorted((s for s in signals if s["state"] in LOUD), key=_loudest_first)
+    loud = sorted((s for s in signals if s["state"] in LOUD), key=loudest_first)
     if loud and loud[0].get("action"):
         report.append(f"Do: {clean(loud[0]['action'])}")
     return report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -152,6 +153,12 @@ def what(signal: Signal, unit: str) -> str:
 
 # --- an alert ---------------------------------------------------------------------------------------------------------
 
+def fires(rule: Rule, unit: str) -> str:
+    """When a rule fires, as its owner wrote it: ">= 0.5 × slo.ttft_p99", "> 85 %"."""
+    limit = f"{rule.factor:g} × slo.{rule.slo}".removeprefix("1 × ") if rule.slo else quantity(rule.factor, unit)
+    return f"{rule.op} {limit}"
+
+
 SIGNS = {">": "over", ">=": "at or over", "<": "under", "<=": "at or under"}
 
 
@@ -225,3 +232,64 @@ def the_ten(rows: Sequence[Mapping[str, Any]]) -> str:
 def ending(open_s: float, why: str) -> str:
     """How an alert ended: back in range, or closed for another reason."""
     return f"closed after {span(round(open_s))}: {why}" if why else f"back in range after {span(round(open_s))}"
+
+
+# --- a verdict on the whole node, from the rows of `check` ------------------------------------------------------------
+
+Row = Mapping[str, Any]
+_SEVERITIES = {"page": 0, "ticket": 1, "info": 2}
+LOUD = ("BREACH", "PENDING")
+
+
+def clean(text: object) -> str:
+    """Text in one line without control characters: an engine's page must not steer the terminal that shows it."""
+    return "".join(c if c.isprintable() else "�" for c in re.sub(r"\s+", " ", str(text)))
+
+
+def place(signal: Row) -> tuple[int, int, str]:
+    """Where a signal stands in the list: H1 to H10, then the rest by letter and number, then what has no number."""
+    found = re.fullmatch(r"([A-Z]+)([0-9]+)", signal.get("number") or "")
+    if not found:
+        return (9, 0, str(signal.get("rule")))
+    return ("HMLUK".find(found[1]) if found[1] in "HMLUK" else 8, int(found[2]), "")
+
+
+def _sentence(signal: Row) -> str:
+    unit = signal.get("unit") or ""
+    measured = quantity(signal.get("value"), unit)
+    limit = f" (limit {quantity(signal['limit'], unit)})" if signal.get("limit") is not None else ""
+    told = f": {signal['text']}" if signal.get("text") not in (None, "", measured) else ""
+    pending = "" if signal["state"] == "BREACH" else ", pending"
+    return clean(f"{signal['rule']} on {signal['subject']} is {measured}{limit}{told}{pending}")
+
+
+def _and_more(count: int, what: str) -> str:
+    return f", and {count} more {what}" if count > 0 else ""
+
+
+def loudest_first(signal: Row) -> tuple[Any, ...]:
+    """Where a signal that is out of range stands: a page before a ticket, what is in breach before what is pending."""
+    return (_SEVERITIES.get(signal.get("severity") or "", 3), LOUD.index(signal["state"]), place(signal))
+
+
+def verdict_line(answer: Row) -> str:
+    """The verdict in words, with the number that made it."""
+    verdict, signals = answer["verdict"], answer["signals"]
+    loud = sorted((s for s in signals if s["state"] in LOUD), key=loudest_first)
+    unknown = [s for s in signals if s["state"] == "UNKNOWN"]
+    word = str(verdict).upper()
+    if verdict == "unknown" and answer.get("why"):
+        return f"{word}: {clean(answer['why'])}"
+    if verdict in ("page", "ticket") and loud:
+        return f"{word}: {_sentence(loud[0])}{_and_more(len(loud) - 1, 'out of range')}"
+    if verdict == "unknown" and all(s["state"] in ("IDLE", "N/A") for s in signals):
+        return f"{word}: found nothing to watch"
+    if verdict == "unknown" and unknown:
+        first = next((s for s in unknown if s.get("required")), unknown[0])
+        why = first.get("why") or "it was not told"
+        return clean(f"{word}: cannot tell {first['rule']} of {first['subject']}, because {why}") + _and_more(
+            len(unknown) - 1, "unknown"
+        )
+    in_range = sum(s["state"] == "OK" for s in signals)
+    noted = f"; {len(loud)} noted for information" if loud else ""
+    return f"{word}: {in_range} in range{noted}" + (f"; cannot tell {len(unknown)}" if unknown else "")

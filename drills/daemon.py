@@ -37,6 +37,7 @@ from agent.strict import ConfigErrors
 from drills import heal, history, lease, ledger, lock, owner, record, report, runner, schedule, tell
 from drills.cluster import ClusterError
 from drills.config import drills_of
+from drills.cron import next_due
 from drills.model import Drill, Left, Refused, Verdict
 
 log = structlog.get_logger()
@@ -217,6 +218,12 @@ class Daemon:
             over = lock.holder_of(self.root) != run  # one that a person holds in the foreground
         return {"run": run, "state": told["state"], "over": over or told["ended_at"] is not None,
                 "row": history.row_of(told), "rows": told["rows"]}
+
+    def listed(self) -> list[dict[str, Any]]:
+        """The drills, and when each is due next (unix seconds; None: by hand, or not enabled)."""
+        now = self.clock()
+        return [{"drill": d.name, "fault": d.fault, "next": next_due(d.schedule.cron, d.schedule.zone, now)
+                 if d.schedule is not None and d.enabled else None} for d in self.drills]
 
     def report_of(self, run: str, form: str) -> str:
         """The postmortem of a run. Raises LookupError."""
@@ -405,17 +412,21 @@ class _Handler(BaseHTTPRequestHandler):
         """What is done is logged where it is done."""
 
     def do_GET(self) -> None:
-        """The state; for root and the drill group, who may not look into the runs' folders, the runs."""
+        """The state; for root, the drill group and the agent, who may not look into the runs' folders, the runs."""
         daemon = self.server.daemon
         if self.path == "/":
             self._answer(200, {"drills": [d.name for d in daemon.drills], "run": daemon.active()})
-        elif self._permitted() is not None:
+        elif self._is_own() or self._permitted() is not None:
             self._try(lambda: self._tell(daemon))
 
     def do_POST(self) -> None:
-        """run, abort, heal: for root and the drill group; the caller is recorded."""
+        """run, abort, heal: for root and the drill group; the caller is recorded.
+
+        A process of our own user (the agent, for who has the page's token) could kill us: it may abort, and no more.
+        """
         daemon = self.server.daemon
-        caller = self._permitted()
+        own = self.path == "/abort" and self._is_own()
+        caller = (self._caller() or "the page's token") if own else self._permitted()
         if caller is None:
             return
         try:
@@ -442,12 +453,14 @@ class _Handler(BaseHTTPRequestHandler):
         parts = asked.path.strip("/").split("/")
         if parts == ["runs"]:
             return history.runs(daemon.root)
+        if parts == ["drills"]:
+            return daemon.listed()
         if parts[0] == "runs" and len(parts) == 2:
             return daemon.told_of(parts[1])
         if parts[0] == "runs" and parts[2:] == ["report"]:
             form = parse_qs(asked.query).get("format", ["md"])[0]
             return {"text": daemon.report_of(parts[1], form)}
-        raise LookupError(f"{asked.path}: there are /runs, /runs/RUN and /runs/RUN/report")
+        raise LookupError(f"{asked.path}: there are /drills, /runs, /runs/RUN and /runs/RUN/report")
 
     def _act(self, daemon: Daemon, asked: Mapping[str, Any], caller: str) -> Mapping[str, Any]:
         if self.path == "/run":
@@ -472,10 +485,19 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(403, {"error": "drills are root's, and the drill_group's; use sudo"})
         return caller
 
-    def _caller(self) -> str | None:
-        """Who asks, as the kernel says; None where that one may not."""
+    def _peer(self) -> tuple[int, int]:
+        """uid and gid of who asks, as the kernel says."""
         told = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CRED.size)
         _, uid, gid = PEER_CRED.unpack(told)
+        return uid, gid
+
+    def _is_own(self) -> bool:
+        """Whether a process of our own user asks, as the agent is."""
+        return self._peer()[0] == os.getuid()
+
+    def _caller(self) -> str | None:
+        """Who asks, as the kernel says; None where that one may not."""
+        uid, gid = self._peer()
         group = self.server.daemon.config.drill_group
         try:
             name = pwd.getpwuid(uid).pw_name

@@ -22,6 +22,7 @@ from agent.__main__ import main
 from agent.model import Rule
 from agent.web.app import PRIVATE, make_app
 from agent.web.server import serve_unix
+from agent.words import place
 from tests.receiver import Receiver, Reply
 from tests.test_web import CATALOGUE, NOW, FakeView
 
@@ -618,7 +619,7 @@ def test_the_daemon_loads_no_command_line() -> None:
 def test_numbers_of_rules_sort_as_people_read_them() -> None:
     """H2 before H10; what has no number comes last."""
     rows = [{"number": n, "rule": r} for n, r in (("H10", "a"), (None, "own"), ("L1", "b"), ("M1", "c"), ("H2", "d"))]
-    assert [row["number"] for row in sorted(rows, key=show.place)] == ["H2", "H10", "M1", "L1", None]
+    assert [row["number"] for row in sorted(rows, key=place)] == ["H2", "H10", "M1", "L1", None]
 
 
 def test_rule_fires_are_words() -> None:

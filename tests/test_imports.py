@@ -129,6 +129,12 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.web": Row(),
     "agent.web.app": Row("agent.model agent.strict agent.web.metrics", "importlib msgspec pwd secrets structlog"),
     "agent.web.metrics": Row("agent.model", "prometheus_client"),
+    "agent.web.glance": Row("agent.model agent.words"),
+    "agent.web.pages": Row(
+        "agent agent.client agent.model agent.web agent.web.app agent.web.glance agent.web.plot agent.words",
+        "importlib jinja2 markdown_it markupsafe pathlib threading time hmac",
+    ),
+    "agent.web.plot": Row("agent.words", "pygal sys xml.etree"),
     "agent.web.server": Row("", WORLD),
     "agent.sdnotify": Row("", "os socket time"),
     "agent.client": Row("", "http pathlib socket"),
@@ -141,7 +147,8 @@ MAY_IMPORT: dict[str, Row] = {
         "agent.config agent.loop agent.model agent.node agent.notifiers agent.outbox agent.sdnotify agent.signals"
         " agent.sources.discovery agent.sources.engine agent.sources.fetch agent.sources.gpu_devices"
         " agent.sources.kernel_log agent.sources.nvml agent.sources.pods agent.sources.probe agent.sources.router"
-        " agent.sources.workloads agent.store agent.strict agent.web.app agent.web.server drills drills.cluster rules",
+        " agent.sources.workloads agent.store agent.strict agent.web.app agent.web.pages agent.web.server drills"
+        " drills.cluster rules",
         WORLD,
     ),
     # The command line, which no daemon imports.
@@ -243,8 +250,8 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "drills.daemon": Row(
         "agent agent.client agent.config agent.model agent.sdnotify agent.signals agent.strict drills drills.cluster"
-        " drills.config drills.heal drills.history drills.ledger drills.lease drills.lock drills.model drills.owner"
-        " drills.record drills.report drills.runner drills.schedule drills.tell", WORLD
+        " drills.config drills.cron drills.heal drills.history drills.ledger drills.lease drills.lock drills.model"
+        " drills.owner drills.record drills.report drills.runner drills.schedule drills.tell", WORLD
     ),
     "drills.cli": Row(
         "agent agent.client agent.config agent.signals agent.strict drills drills.config drills.daemon"

@@ -22,9 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agent import client, noise, sdnotify
 from agent import silences as mutes
-from agent.model import Alert, Announcement, Book, Signal, SignalSpec, Why
+from agent.model import Alert, AlertKey, Announcement, Book, IncidentMessage, Rule, Signal, SignalSpec, Why
 from agent.signals import SIGNALS
-from agent.web.app import PRIVATE, PUBLIC, allowed_hosts, host_name, make_app
+from agent.web.app import PRIVATE, PUBLIC, Point, allowed_hosts, host_name, make_app
 from agent.web.metrics import SourceStat, metric_name
 from agent.web.server import CannotServe, Server, serve_tcp, serve_unix, split_address
 from tests.needs import need
@@ -149,6 +149,15 @@ class FakeView:
 
     def end_announcement(self, run: str) -> None:
         self.told.append(("end", run))
+
+    def trend(self, span_s: float, wanted: frozenset[AlertKey] | None = None) -> dict[AlertKey, list[Point]]:
+        return {}
+
+    def incidents(self) -> list[IncidentMessage]:
+        return []
+
+    def rules(self) -> list[Rule]:
+        return []
 
     def expect_kernel_line(self, message: str, for_s: float = 10.0) -> bool:
         self.told.append(("kernel line", message, for_s))

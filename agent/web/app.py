@@ -10,7 +10,7 @@ import ipaddress
 import pwd
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 import structlog
 
-from agent.model import Announcement, Book, Signal, SignalSpec
+from agent.model import AlertKey, Announcement, Book, IncidentMessage, Rule, Signal, SignalSpec
 from agent.strict import Unfit, duration_s
 from agent.web.metrics import SourceStat, make_renderer
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 log = structlog.get_logger()
+Point = tuple[float, float]  # unix seconds, value
 
 
 class View(Protocol):
@@ -108,6 +109,15 @@ class View(Protocol):
     def end_announcement(self, run: str) -> None:
         """The drill is over."""
 
+    def trend(self, span_s: float, wanted: frozenset[AlertKey] | None = None) -> Mapping[AlertKey, Sequence[Point]]:
+        """How signals went in the last `span_s`: (unix seconds, value) of each (rule, subject) that had one."""
+
+    def incidents(self) -> Sequence[IncidentMessage]:
+        """Every open incident, as it is told."""
+
+    def rules(self) -> Sequence[Rule]:
+        """All rules that are judged here."""
+
     def expect_kernel_line(self, message: str, for_s: float = 10.0) -> bool:
         """A drill will write exactly this to /dev/kmsg: once, within `for_s`, it counts. False: the log is not read."""
 
@@ -127,12 +137,17 @@ class View(Protocol):
         """How many deliveries were tried since the start: channel -> outcome -> number."""
 
 
+# What a browser may do with an answer, as a Content-Security-Policy: nothing of ours runs scripts or is framed.
+NOTHING = "default-src 'none'; frame-ancestors 'none'"
+
+
 class Reply(NamedTuple):
-    """An answer. `body` is sent with its length; a HEAD request gets the same without it."""
+    """An answer. `body` is sent with its length; a HEAD request gets the same without it. `allows`: of the browser."""
 
     status: str
     content_type: str
     body: bytes
+    allows: str = NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +160,7 @@ class Request:
     accept: str
     metrics: Callable[[str], tuple[bytes, str]]
     body: Callable[[], Any]  # the JSON that was sent; raises BadRequest
+    form: Callable[[], Mapping[str, str]] = dict  # what a page's form has sent; raises BadRequest
     rest: str = ""  # of the path, after a route that ends with a slash
     uid: int | None = None  # of the asking process, as the kernel tells it; None: over the network
 
@@ -177,21 +193,21 @@ def _json(thing: object) -> Reply:
     return Reply(OK, JSON, to_json(thing))
 
 
-def _text(status: str, text: str) -> Reply:
+def plain_text(status: str, text: str) -> Reply:
     return Reply(status, TEXT, (text.rstrip("\n") + "\n").encode())
 
 
-def _index(_: Request) -> Reply:
+def index(_: Request) -> Reply:
     lines = ["Tocsin watches this node. Here are:", "  /healthz   what works and what does not, by name (JSON)"]
     lines += ["  /livez     503 only when the agent's own tick is late", "  /metrics   for Prometheus"]
     lines += ["  /runbooks/RULE          what a rule means, how to confirm it, what to do"]
     lines += ["  /alerts/RULE/SUBJECT    an alert, as it is and as it was"]
-    return _text(OK, "\n".join([*lines, "", "On the node itself: tocsin check, tocsin alerts, tocsin doctor"]))
+    return plain_text(OK, "\n".join([*lines, "", "On the node itself: tocsin check, tocsin alerts, tocsin doctor"]))
 
 
 def _livez(request: Request) -> Reply:
     alive, why = request.view.livez(request.now)
-    return _text(OK if alive else "503 Service Unavailable", why)
+    return plain_text(OK if alive else "503 Service Unavailable", why)
 
 
 def _healthz(request: Request) -> Reply:
@@ -205,28 +221,30 @@ def _metrics(request: Request) -> Reply:
     return Reply(OK, content_type, body)
 
 
-def _runbook(request: Request) -> Reply:
+def runbook(request: Request) -> Reply:
     """The page of a rule. Nothing but a rule's id is looked up: no path leads out of the folder."""
     if re.fullmatch(r"[a-z0-9-]{1,80}", request.rest):
         page = files("runbooks").joinpath(f"{request.rest}.md")
         if page.is_file():
-            return _text(OK, page.read_text(encoding="utf-8"))
-    return _text("404 Not Found", f"No runbook ships for {request.rest!r}; `tocsin rules list` has each rule's action.")
+            return plain_text(OK, page.read_text(encoding="utf-8"))
+    no = f"No runbook ships for {request.rest!r}; `tocsin rules list` has each rule's action."
+    return plain_text("404 Not Found", no)
 
 
-def _alert(request: Request) -> Reply:
+def alert(request: Request) -> Reply:
     """One alert for who follows the link of a page: what is open, else how it last ended."""
     rule, _, subject = request.rest.partition("/")
     rows = [a for a in request.view.alerts(True) if (a["rule"], a["subject"]) == (rule, subject)]
     if not rows:
-        return _text("404 Not Found", f"{rule} of {subject} is not open, and is not among the last alerts that ended.")
+        no = f"{rule} of {subject} is not open, and is not among the last alerts that ended."
+        return plain_text("404 Not Found", no)
     lines = []
     for row in rows:
         since, until = (None if row[key] is None else f"{_moment(row[key])} UTC" for key in ("since", "until"))
         lines.append(f"{row['state'].upper()} ({row['severity']})  {rule} of {subject}  since {since}"
                      + (f" until {until}" if until else ""))
         lines += [f"  {line}" for line in (row.get("summary"), *str(row.get("description") or "").splitlines()) if line]
-    return _text(OK, "\n".join([*lines, "", f"What to do: /runbooks/{rule}"]))
+    return plain_text(OK, "\n".join([*lines, "", f"What to do: /runbooks/{rule}"]))
 
 
 def _moment(at: float) -> str:
@@ -358,7 +376,7 @@ def _end_announcement(request: Request) -> Reply:
 def _expect_kernel_line(request: Request) -> Reply:
     """Only root's word counts: an Xid line that anybody else could announce would page for everybody."""
     if request.uid != 0:
-        return _text("403 Forbidden", "only root may announce a line of the kernel's log")
+        return plain_text("403 Forbidden", "only root may announce a line of the kernel's log")
     told = request.body()
     try:
         line, for_s = str(told["line"]), float(told["for_s"])
@@ -381,12 +399,12 @@ def _tell(request: Request) -> Reply:
 
 Routes = Mapping[str, Mapping[str, Handler]]  # path -> method -> handler; one that ends with / takes what follows it
 PUBLIC: Routes = {
-    "/": {"GET": _index},
+    "/": {"GET": index},
     "/livez": {"GET": _livez},
     "/healthz": {"GET": _healthz},
     "/metrics": {"GET": _metrics},
-    "/runbooks/": {"GET": _runbook},
-    "/alerts/": {"GET": _alert},
+    "/runbooks/": {"GET": runbook},
+    "/alerts/": {"GET": alert},
 }
 PRIVATE: Routes = {
     **PUBLIC,
@@ -409,10 +427,9 @@ PRIVATE: Routes = {
     "/drills/kernel-line": {"POST": _expect_kernel_line},
     "/drills/tell": {"POST": _tell},
 }
-# Nothing of ours runs scripts, is framed, cached or read by another site's page.
+# Nothing of ours is cached or read by another site's page.
 SECURITY_HEADERS = [
     ("Cache-Control", "no-store"),
-    ("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'"),
     ("Cross-Origin-Resource-Policy", "same-origin"),
     ("Referrer-Policy", "no-referrer"),
     ("X-Content-Type-Options", "nosniff"),
@@ -453,14 +470,14 @@ def _refusal(environ: WSGIEnvironment, routes: Routes, hosts: frozenset[str] | N
     """Why a request is not for us, as an answer; None where it is."""
     host = host_name(str(environ.get("HTTP_HOST", "")))
     if host and hosts is not None and host not in hosts and not is_loopback(host):
-        return _text(
+        return plain_text(
             "421 Misdirected Request",
             f"This agent listens on loopback and does not answer to the name {host!r}. Ask for 127.0.0.1 or localhost;"
             " behind a proxy, set `external_url` to the address that people use.",
         )
     path = environ.get("PATH_INFO", "/")
     if _route(path, routes) is None:
-        return _text("404 Not Found", f"There is no {path!r} here. There is: {' '.join(sorted(routes))}")
+        return plain_text("404 Not Found", f"There is no {path!r} here. There is: {' '.join(sorted(routes))}")
     return None
 
 
@@ -475,16 +492,17 @@ def _handle(request: Request, handlers: Mapping[str, Handler], method: str) -> t
     handler = handlers.get("GET" if method == "HEAD" else method)
     if handler is None:
         allowed = ", ".join([*handlers, *(["HEAD"] if "GET" in handlers else [])])
-        return _text("405 Method Not Allowed", f"{method} is not possible here; use {allowed}"), [("Allow", allowed)]
+        no = f"{method} is not possible here; use {allowed}"
+        return plain_text("405 Method Not Allowed", no), [("Allow", allowed)]
     try:
         return handler(request), []
     except BadRequest as fault:
-        return _text("400 Bad Request", str(fault)), []
+        return plain_text("400 Bad Request", str(fault)), []
     except Exception:
         error_id = secrets.token_hex(4)
         log.exception("request_failed", error_id=error_id)
         sentence = f"Tocsin failed to answer; its log has the reason under error_id {error_id}"
-        return _text("500 Internal Server Error", sentence), []
+        return plain_text("500 Internal Server Error", sentence), []
 
 
 def _sent(environ: WSGIEnvironment) -> Any:
@@ -493,6 +511,14 @@ def _sent(environ: WSGIEnvironment) -> Any:
         return msgspec.json.decode(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
     except (ValueError, msgspec.DecodeError) as fault:
         raise BadRequest(f"the body is not JSON: {fault}") from None
+
+
+def _form(environ: WSGIEnvironment) -> Mapping[str, str]:
+    """The fields of a form; the last of each name."""
+    if str(environ.get("CONTENT_TYPE", "")).partition(";")[0].strip() != "application/x-www-form-urlencoded":
+        raise BadRequest("send the page's own form")
+    text = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)).decode("utf-8", "replace")
+    return {key: values[-1] for key, values in parse_qs(text, keep_blank_values=True).items()}
 
 
 def make_app(
@@ -520,10 +546,12 @@ def make_app(
             route = _route(path, routes) or path
             rest = path.removeprefix(route).encode("latin-1", "replace").decode("utf-8", "replace")  # as WSGI has it
             uid = environ.get(PEER_UID)
-            request = Request(view, clock(), query, accept, metrics, lambda: _sent(environ), rest, uid)
+            request = Request(view, clock(), query, accept, metrics, lambda: _sent(environ), lambda: _form(environ),
+                              rest, uid)
             reply, extra = _handle(request, routes[route], method)
-        status, content_type, body = reply
-        headers = [("Content-Type", content_type), ("Content-Length", str(len(body))), *SECURITY_HEADERS, *extra]
+        status, content_type, body, allows = reply
+        headers = [("Content-Type", content_type), ("Content-Length", str(len(body))),
+                   ("Content-Security-Policy", allows), *SECURITY_HEADERS, *extra]
         start_response(status, headers)
         return [] if method == "HEAD" else [body]
 

@@ -1,0 +1,356 @@
+"""The status page: HTML made here on the server, for people; what scripts read is agent.web.app's.
+
+Every view is whole without scripts; one small script asks for the view again every 5 s. Nothing is loaded from
+elsewhere, all text is escaped by the templates, and the only actions ask for the token with each form, so that no other
+site's page can do them in a person's name.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from agent import client, words
+from agent.model import SignalSpec
+from agent.web import app, glance
+from agent.web.app import OK, Handler, Reply, Request, Routes
+
+HTML = "text/html; charset=utf-8"
+PAGE = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
+        " form-action 'self'; base-uri 'none'; frame-ancestors 'none'")
+REPORT = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"  # its own is stricter
+STATIC: Mapping[str, str] = {"page.css": "text/css; charset=utf-8", "page.js": "text/javascript; charset=utf-8",
+                             "icon.svg": "image/svg+xml"}
+NAV = (("/", "Node"), ("/engines", "Engines"), ("/gpus", "GPUs"), ("/alerts", "Alerts"), ("/drills", "Drills"),
+       ("/runbooks", "Runbooks"), ("/rules", "Rules"))
+SPANS: Mapping[str, float] = {"2h": 7200.0, "24h": 86400.0}
+LIVE = "5 s"
+DRILLD_S = 2.0  # drilld answers a page within this, or the page says that it does not
+WRONG_TOKEN_S = 1.0  # what a wrong token costs, one at a time
+SHOWN_RUNS = 50
+SHOWN_VERDICTS = 6
+VERDICTS = {"PASS": "ok", "FAIL": "breach", "ORPHANED": "breach", "INCONCLUSIVE": "pending", "INVALID": "pending",
+            "ABORTED": "pending"}
+
+
+class Site(NamedTuple):
+    """What the pages need beside the agent: its node's name, drilld's socket, the token (None: read-only)."""
+
+    node: str
+    drilld: Path
+    token: Callable[[], str | None]
+    catalogue: Mapping[str, SignalSpec]
+
+
+class _Views:
+    """The templates, and the views that many look at, drawn once a tick."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self._lock = threading.Lock()
+        self._environment: Any = None
+        self._drawn: dict[tuple[str, bool], tuple[object, bytes]] = {}
+
+    def draw(self, template: str, request: Request, **data: Any) -> bytes:
+        """One page, or the part of it that changes (`?part=1`)."""
+        with self._lock:
+            if self._environment is None:
+                self._environment = _templates()
+        page = self._environment.get_template(template)
+        told = {"node": self.site.node, "nav": NAV, "part": "part" in request.query, "live": None, **data}
+        drawn: str = page.render(told)
+        return drawn.encode()
+
+    def each_tick(self, name: str, request: Request, make: Callable[[], bytes]) -> bytes:
+        """As `make` draws it, once for all who look at it between two ticks: twenty open pages cost no more than one.
+
+        One that has stopped ticking is drawn afresh each time: its page must say so.
+        """
+        alive, _ = request.view.livez(request.now)
+        if not alive:
+            return make()
+        key, tick = (name, "part" in request.query), request.view.tick_at()
+        with self._lock:
+            known = self._drawn.get(key)
+        if known is None or known[0] != tick:
+            known = tick, make()
+            with self._lock:
+                self._drawn[key] = known
+        return known[1]
+
+
+def _templates() -> Any:
+    """The templates' environment, loaded when the first page is asked for. Everything is escaped."""
+    import jinja2
+
+    return jinja2.Environment(loader=jinja2.PackageLoader("agent.web"), autoescape=True, trim_blocks=True,
+                              lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+
+
+def _page(body: bytes, status: str = OK) -> Reply:
+    return Reply(status, HTML, body, PAGE)
+
+
+def _wants_html(request: Request) -> bool:
+    return "text/html" in request.accept
+
+
+def make_pages(site: Site) -> Routes:
+    """The routes of the status page, to be laid over those of agent.web.app for the network's side."""
+    views = _Views(site)
+
+    def told(handler: Callable[[_Views, Request], Reply]) -> dict[str, Handler]:
+        return {"GET": lambda request: handler(views, request)}
+
+    def either(handler: Callable[[_Views, Request], Reply], plain: Handler) -> dict[str, Handler]:
+        """For people in a browser, and as before for curl."""
+        return {"GET": lambda request: handler(views, request) if _wants_html(request) or "part" in request.query
+                else plain(request)}
+
+    return {
+        "/": either(_node, app.index),
+        "/engines": told(_engines),
+        "/gpus": told(_gpus),
+        "/alerts": told(_alerts),
+        "/alerts/": either(_alert, app.alert),
+        "/numbers/": told(_number),
+        "/signals/": told(_signal),
+        "/plots/": told(_plot),
+        "/rules": told(_rules),
+        "/runbooks": told(_runbooks),
+        "/runbooks/": either(_runbook, app.runbook),
+        "/drills": told(_drills),
+        "/drills/abort": {"POST": lambda request: _abort(views, request)},
+        "/reports/": told(_report),
+        "/static/": told(_static),
+    }
+
+
+def _static(_: _Views, request: Request) -> Reply:
+    kind = STATIC.get(request.rest)
+    if kind is None:
+        return app.plain_text("404 Not Found", f"There is no {request.rest!r} here.")
+    return Reply(OK, kind, files("agent.web").joinpath("static", request.rest).read_bytes())
+
+
+# --- the node, its engines, its GPUs ---------------------------------------------------------------------------------
+
+
+def _node(views: _Views, request: Request) -> Reply:
+    def make() -> bytes:
+        view, now = request.view, request.now
+        answer, curves = view.check(), view.trend(glance.HOUR_S)
+        rows = answer["signals"]
+        _, health = view.healthz()
+        status = glance.status(answer, view.livez(now)[1], health["problems"])
+        return views.draw(
+            "node.html.j2", request, here="/", live=LIVE, title=status["title"], status=status,
+            ten=glance.the_ten(rows, curves, now), rest=glance.out_of_range(rows, curves, now),
+            gpus=glance.gpus(view.gpus(), rows, curves, now), engines=glance.engines(rows, view.doctor(), {}, now),
+            incidents=glance.incidents(view.incidents()))
+
+    return _page(views.each_tick("/", request, make))
+
+
+def _engines(views: _Views, request: Request) -> Reply:
+    def make() -> bytes:
+        view = request.view
+        found = glance.engines(view.check()["signals"], view.doctor(), view.trend(glance.HOUR_S), request.now)
+        return views.draw("engines.html.j2", request, here="/engines", live=LIVE, engines=found,
+                          title=f"Engines · {views.site.node} · Tocsin")
+
+    return _page(views.each_tick("/engines", request, make))
+
+
+def _gpus(views: _Views, request: Request) -> Reply:
+    def make() -> bytes:
+        view, now = request.view, request.now
+        answer = view.gpus()
+        found = glance.gpus(answer, view.check()["signals"], view.trend(glance.HOUR_S), now)
+        return views.draw("gpus.html.j2", request, here="/gpus", live=LIVE, gpus=found, why=answer.get("why") or "",
+                          title=f"GPUs · {views.site.node} · Tocsin")
+
+    return _page(views.each_tick("/gpus", request, make))
+
+
+# --- one signal ------------------------------------------------------------------------------------------------------
+
+
+def _number(views: _Views, request: Request) -> Reply:
+    """One of the ten, of every subject."""
+    rows = [row for row in request.view.check()["signals"] if row["number"] == request.rest]
+    return _signals(views, request, rows, f"{request.rest} {glance.NAMES.get(request.rest, '')}", [])
+
+
+def _signal(views: _Views, request: Request) -> Reply:
+    """One rule's signal of one subject, with its curves."""
+    rule, _, subject = request.rest.partition("/")
+    rows = [row for row in request.view.check()["signals"] if (row["rule"], row["subject"]) == (rule, subject)]
+    plots = [{"src": f"{glance.link('plots', rule, subject)}?span={span}", "alt": f"{rule}, the last {text}"}
+             for span, text in (("2h", "2 hours"), ("24h", "24 hours: the worst of each minute"))]
+    return _signals(views, request, rows, f"{rule} of {subject}", plots)
+
+
+def _signals(views: _Views, request: Request, rows: Sequence[Mapping[str, Any]], heading: str,
+             plots: Sequence[Mapping[str, str]]) -> Reply:
+    curves = request.view.trend(glance.HOUR_S)
+    found = [glance.of_signal(row, curves.get((row["rule"], row["subject"]), ()), request.now)
+             for row in sorted(rows, key=glance.severity_rank)]
+    drawn = views.draw("signal.html.j2", request, here="", live=LIVE, heading=heading, rows=found, plots=plots,
+                       title=f"{heading} · Tocsin")
+    return _page(drawn, OK if found else "404 Not Found")
+
+
+def _plot(_: _Views, request: Request) -> Reply:
+    """The curve of one signal as a picture."""
+    from agent.web.plot import draw  # a library of some megabytes, loaded by who draws
+
+    rule, subject = request.rest.partition("/")[::2]
+    span_s = SPANS.get(request.query.get("span", "2h"))
+    row = next((row for row in request.view.check()["signals"] if (row["rule"], row["subject"]) == (rule, subject)),
+               None)
+    if row is None or span_s is None:
+        return app.plain_text("404 Not Found", f"no curve of {request.rest!r}; spans are {', '.join(SPANS)}")
+    points = request.view.trend(span_s, frozenset({(rule, subject)})).get((rule, subject), ())
+    return Reply(OK, "image/svg+xml", draw(points, row["limit"], row["unit"], request.now, span_s),
+                 "default-src 'none'; style-src 'unsafe-inline'")  # of the picture alone: it is no page
+
+
+# --- alerts, rules, runbooks -----------------------------------------------------------------------------------------
+
+
+def _alerts(views: _Views, request: Request) -> Reply:
+    rows = glance.alerts(request.view.alerts(True), request.now)
+    return _page(views.draw("alerts.html.j2", request, here="/alerts", live=LIVE, alerts=rows,
+                            title=f"Alerts · {views.site.node} · Tocsin"))
+
+
+def _alert(views: _Views, request: Request) -> Reply:
+    """One alert for who follows the link of a page."""
+    rule, _, subject = request.rest.partition("/")
+    own = [row for row in request.view.alerts(True) if (row["rule"], row["subject"]) == (rule, subject)]
+    drawn = views.draw("alert.html.j2", request, here="/alerts", live=LIVE, rule=rule, subject=subject,
+                       rows=glance.alerts(own, request.now), signal=glance.link("signals", rule, subject),
+                       title=f"{rule} of {subject} · Tocsin")
+    return _page(drawn, OK if own else "404 Not Found")
+
+
+def _rules(views: _Views, request: Request) -> Reply:
+    rows = [{"id": rule.id, "number": rule.number or "", "severity": rule.severity, "action": rule.action,
+             "fires": words.fires(rule, views.site.catalogue[rule.signal].unit), "lasts": words.span(rule.for_s),
+             "causes": ", ".join(rule.causes)}
+            for rule in sorted(request.view.rules(), key=lambda r: words.place({"number": r.number, "rule": r.id}))]
+    return _page(views.draw("rules.html.j2", request, here="/rules", rules=rows, title="Rules · Tocsin"))
+
+
+def _runbooks(views: _Views, request: Request) -> Reply:
+    pages = sorted(page.name.removesuffix(".md") for page in files("runbooks").iterdir() if page.name.endswith(".md"))
+    return _page(views.draw("runbooks.html.j2", request, here="/runbooks", pages=pages, title="Runbooks · Tocsin"))
+
+
+def _runbook(views: _Views, request: Request) -> Reply:
+    """A runbook in the page's clothes. Its own markup is Markdown's alone: HTML in it is shown as text."""
+    from markdown_it import MarkdownIt
+    from markupsafe import Markup
+
+    plain = app.runbook(request)
+    if plain.status != OK:
+        return plain
+    text = Markup(MarkdownIt("commonmark", {"html": False}).enable("table").render(plain.body.decode()))  # noqa: S704  (its own escaper made it)
+    return _page(views.draw("runbook.html.j2", request, here="/runbooks", text=text,
+                            title=f"{request.rest} · Tocsin"))
+
+
+# --- drills, which drilld knows ---------------------------------------------------------------------------------------
+
+
+def _ask(views: _Views, path: str, method: str = "GET") -> tuple[Any, str]:
+    """drilld's answer, or None and why there is none."""
+    try:
+        return client.ask(views.site.drilld, path, method, answer_s=DRILLD_S), ""
+    except client.NotRunning:
+        return None, f"No drill daemon answers on {views.site.drilld}; `systemctl start tocsin-drilld` starts it."
+    except client.AgentError as error:
+        return None, f"The drill daemon gives no answer: {error}"
+
+
+def _drills(views: _Views, request: Request) -> Reply:
+    state, why = _ask(views, "/")
+    configured, no = _ask(views, "/drills") if state is not None else ([], "")
+    runs, no_runs = _ask(views, "/runs") if state is not None else ([], "")
+    told = sorted(runs or (), key=lambda run: -(run["started"] or run["planned"] or 0.0))
+    return _page(views.draw(
+        "drills.html.j2", request, here="/drills", live=LIVE, why=why or no or no_runs,
+        run=(state or {}).get("run"), can_act=views.site.token() is not None,
+        drills=[_drill(row, told) for row in configured or ()], runs=[_run(run) for run in told[:SHOWN_RUNS]],
+        title=f"Drills · {views.site.node} · Tocsin"))
+
+
+def _drill(row: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    last = [run["verdict"] for run in runs if run["drill"] == row["drill"] and run["verdict"]][:SHOWN_VERDICTS]
+    due = glance.moment(row["next"]) if row["next"] else "by hand"
+    return {"name": row["drill"], "fault": row["fault"], "next": due,
+            "last": [{"word": verdict, "sign": VERDICTS.get(verdict, "idle")} for verdict in last]}
+
+
+def _run(run: Mapping[str, Any]) -> dict[str, Any]:
+    times = run["times"]
+
+    def took(name: str) -> str:
+        return glance.NOTHING if times.get(name) is None else words.span(times[name])
+
+    at = run["started"] or run["planned"]
+    verdict = run["verdict"] or "under way"
+    return {"run": run["run"], "verdict": verdict, "sign": VERDICTS.get(verdict, "idle"), "why": run["why"] or "",
+            "when": glance.moment(at) if at else glance.NOTHING, "detected": took("detect_s"),
+            "recovered": took("recover_s"), "href": glance.link("reports", run["run"])}
+
+
+def _report(views: _Views, request: Request) -> Reply:
+    """A drill's postmortem, as drilld wrote it."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", request.rest):
+        return app.plain_text("404 Not Found", f"{request.rest!r} is no run; /drills lists them")
+    told, why = _ask(views, f"/runs/{request.rest}/report?format=html")
+    if told is None:
+        return app.plain_text("404 Not Found", why)
+    return Reply(OK, HTML, str(told["text"]).encode(), REPORT)
+
+
+def _abort(views: _Views, request: Request) -> Reply:
+    """End the drill that is under way, for who has the token."""
+    no = refused(views.site.token, request.form().get("token", ""))
+    if no is not None:
+        return _said(views, request, "Not aborted", no, "403 Forbidden")
+    told, why = _ask(views, "/abort", "POST")
+    if told is None:
+        return _said(views, request, "Not aborted", why, "502 Bad Gateway")
+    run = told.get("run")
+    return _said(views, request, "Aborted" if run else "Nothing to abort",
+                 f"Run {run} is told to end: its fault goes out now, its report follows." if run
+                 else "No drill is under way.")
+
+
+def _said(views: _Views, request: Request, heading: str, text: str, status: str = OK) -> Reply:
+    return _page(views.draw("told.html.j2", request, here="/drills", heading=heading, text=text, back="/drills",
+                            title=f"{heading} · Tocsin"), status)
+
+
+_wrong = threading.Lock()
+
+
+def refused(token: Callable[[], str | None], given: str) -> str | None:
+    """Why a form with this token may do nothing; None where it may. A wrong one takes its time, one at a time."""
+    wanted = token()
+    if wanted is None:
+        return "This page is read-only: `web.token_file` in tocsin.yaml names the file of a token that allows more."
+    if hmac.compare_digest(wanted.encode(), given.encode()):
+        return None
+    with _wrong:
+        time.sleep(WRONG_TOKEN_S)
+    return "That is not the token of `web.token_file`."

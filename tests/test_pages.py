@@ -1,0 +1,298 @@
+"""The status page without a browser: what each view shows, to whom, what it costs, and what it never does."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+from xml.etree import ElementTree
+
+import pytest
+
+from agent.model import Batch, GpuFacts
+from agent.signals import CATALOGUE, Target
+from agent.web import app, glance, pages
+from agent.web.app import PUBLIC, make_app
+from agent.web.pages import Site, make_pages
+from agent.web.server import Server, serve_tcp
+from drills import daemon, heal, ledger, record
+from drills.model import Drill, State
+from tests.scenes import SLO, samples
+from tests.test_loop import Life, Scripted, engine
+
+HOSTILE = "<script>alert(1)</script>"
+TOKEN = "correct horse"
+NUMBERS: dict[str, float | None] = {"kv_usage": 0.5, "waiting": 0.0, "running": 3.0}
+
+
+def hardware(now: float) -> Batch:
+    """Two GPUs, one of them hot."""
+    read, facts = [], []
+    for index, temp_c in enumerate((61.0, 91.0)):
+        uuid = f"GPU-{index:04d}"
+        read += samples(uuid, now, {"gpu_temp_c": temp_c, "gpu_util": 0.5, "gpu_mem_used": 7e10, "gpu_mem_total": 8e10})
+        facts.append(GpuFacts(uuid, index, "H200", f"0000:{index:02x}:00"))
+    return Batch("nvml", now, 0.01, tuple(read), gpus=tuple(facts))
+
+
+class Page:
+    """An agent with one engine of a hostile name and two GPUs, and its page on a real socket."""
+
+    def __init__(self, life: Life, folder: Path, token: str | None) -> None:
+        self.life, self.numbers = life, dict(NUMBERS)
+        life.targets = (Target(HOSTILE, (), SLO, gpus=(0,)),)
+        source = Scripted(f"engine:{HOSTILE}", engine(self.numbers, HOSTILE))
+        self.agent = life.start(Scripted("nvml", hardware), source)
+        life.tick(3)
+        site = Site("gpu-17", folder / "drilld.sock", lambda: token, CATALOGUE)
+        routes = {**PUBLIC, **make_pages(site)}
+        self.server: Server = serve_tcp(make_app(self.agent, CATALOGUE, lambda: life.clocks.unix, routes=routes),
+                                        "127.0.0.1:0")
+
+    def ask(self, path: str, accept: str = "text/html", **form: str) -> tuple[int, dict[str, str], str]:
+        """Status, headers and body; a form is posted."""
+        headers = {"Accept": accept, **({"Content-Type": "application/x-www-form-urlencoded"} if form else {})}
+        with closing(http.client.HTTPConnection(self.server.address, timeout=30)) as connection:
+            connection.request("POST" if form else "GET", path, urlencode(form) if form else None, headers)
+            reply = connection.getresponse()
+            return reply.status, dict(reply.getheaders()), reply.read().decode()
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., Page]]:
+    """Makes the one page of a test."""
+    with ExitStack() as stack:
+
+        def make(token: str | None = None) -> Page:
+            life = Life(tmp_path)
+            stack.callback(life.kill)
+            page = Page(life, tmp_path, token)
+            stack.callback(page.server.close)
+            return page
+
+        yield make
+
+
+VIEWS = ("/", "/engines", "/gpus", "/alerts", "/numbers/H2", "/rules", "/runbooks", "/runbooks/queue-age", "/drills",
+         f"/signals/kv-cache-utilization/{quote(HOSTILE, safe='')}",
+         "/alerts/gpu-temperature/GPU-0001")  # fmt: skip
+
+
+def test_every_view_is_whole_and_asks_nobody_else(opened: Callable[..., Page]) -> None:
+    """A page that fetched a font from elsewhere told the world which node was in trouble."""
+    page = opened()
+    page.life.tick(30)
+    for path in VIEWS:
+        status, headers, body = page.ask(path)
+        assert status == 200, path
+        assert "script-src 'self'" in headers["Content-Security-Policy"]
+        assert "unsafe" not in headers["Content-Security-Policy"]
+        assert not re.search(r'(?:src|href|action)="(?!/|#)', body), path
+        assert not re.search(r"\sstyle=|\son[a-z]+=|<script>", body), path
+        assert body.count("<h1") == 1, path
+
+
+def test_a_hostile_name_is_text(opened: Callable[..., Page]) -> None:
+    """An engine called <script>…, whose page could have run in the browser of the engineer on call."""
+    page = opened()
+    for path in ("/", "/engines"):
+        body = page.ask(path)[2]
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;" in body
+        assert HOSTILE not in body
+    assert HOSTILE not in page.ask(f"/signals/kv-cache-utilization/{quote(HOSTILE, safe='')}")[2]
+
+
+def test_curl_gets_the_text(opened: Callable[..., Page]) -> None:
+    """Scripts that asked for / and for a runbook get what they always got."""
+    page = opened()
+    assert page.ask("/", "*/*")[2].startswith("Tocsin watches this node.")
+    assert page.ask("/runbooks/queue-age", "*/*")[1]["Content-Type"].startswith("text/plain")
+    assert page.ask("/runbooks/queue-age")[1]["Content-Type"].startswith("text/html")
+
+
+def test_a_breach_comes_and_goes(opened: Callable[..., Page]) -> None:
+    """The view that the script asks for tells of it at the next tick; between two ticks it is drawn once."""
+    page = opened()
+
+    def row() -> str:
+        found = re.search(r'<tr class="(\w+)">\s*<th scope="row"><a href="[^"]*"><span class="number">H2</span>',
+                          page.ask("/?part=1")[2])
+        assert found is not None
+        return found[1]
+
+    assert row() == "ok"
+    page.numbers["kv_usage"] = 0.93
+    assert row() == "ok"  # no tick has seen it
+    page.life.tick()
+    assert row() == "pending"
+    page.life.tick(12)
+    assert row() == "breach"
+    page.numbers["kv_usage"] = 0.5
+    page.life.tick(25)
+    assert row() == "ok"
+
+
+def test_what_is_unknown_never_looks_healthy(opened: Callable[..., Page]) -> None:
+    """The engine's page lost its KV gauge: no green cell, no old number."""
+    page = opened()
+    page.numbers["kv_usage"] = None
+    page.life.tick()
+    body = page.ask("/?part=1")[2]
+    row = body[body.index(">H2<"):][:700]
+    assert '<span class="state unknown">UNKNOWN</span>' in row
+    assert 'class="amount">–</td>' in row
+
+
+def test_an_agent_that_stands_still_says_so(opened: Callable[..., Page]) -> None:
+    """The tick hung; the page that had been drawn before went on saying HEALTHY."""
+    page = opened()
+    assert "no longer judges" not in page.ask("/")[2]
+    page.life.clocks.go(60.0)
+    assert "no longer judges" in page.ask("/")[2]
+
+
+def test_a_runbook_is_text_and_not_markup(opened: Callable[..., Page], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runbook of somebody's rules folder must not bring a script into the page."""
+    page = opened()
+    plain = app.Reply("200 OK", "text/plain", b"# a\n\n<script>alert(1)</script>\n\n[x](javascript:alert(1))")
+    monkeypatch.setattr(app, "runbook", lambda request: plain)
+    body = page.ask("/runbooks/queue-age")[2]
+    assert "<h1>a</h1>" in body
+    assert "<script>alert" not in body
+    assert 'href="javascript' not in body
+
+
+def test_a_plot_is_a_picture_with_its_limit(opened: Callable[..., Page]) -> None:
+    """Of the last two hours and of the day; of what is not there it is a 404."""
+    page = opened()
+    page.life.tick(40)
+    for span in ("2h", "24h"):
+        status, headers, body = page.ask(f"/plots/gpu-temperature/GPU-0001?span={span}")
+        assert (status, headers["Content-Type"]) == (200, "image/svg+xml")
+        text = "".join(ElementTree.fromstring(body).itertext())
+        assert "limit 85 °C" in text
+        assert "<script" not in body
+    assert page.ask("/plots/gpu-temperature/GPU-7")[0] == 404
+    assert page.ask("/plots/gpu-temperature/GPU-0001?span=1y")[0] == 404
+
+
+def test_a_curve_has_holes_where_nothing_was_measured() -> None:
+    """120 wide, 24 high, 1 px inside; an hour is 120, so 10 minutes are 20; 0.5 lies in the middle of 0 and 1."""
+    drawn = glance.spark([(0.0, 0.0), (60.0, 1.0), (600.0, 0.5)], 2.0, 3600.0)
+    assert drawn == {"paths": ["M0.0,23.0L2.0,12.0", "M20.0,17.5h1"], "limit": 1.0}
+    assert glance.spark([(0.0, 1.0)], None, 7200.0) is None  # over an hour ago
+    assert glance.spark([(3600.0, 0.0)], 0.0, 3600.0) == {"paths": ["M120.0,23.0h1"], "limit": 23.0}
+
+
+def test_nothing_but_our_own_files_is_served(opened: Callable[..., Page]) -> None:
+    """No path leads out of the folder."""
+    page = opened()
+    assert page.ask("/static/page.css")[1]["Content-Type"].startswith("text/css")
+    for path in ("/static/../pages.py", "/static/%2e%2e/pages.py", "/static/", "/reports/../../etc/passwd",
+                 "/reports/"):
+        assert page.ask(path)[0] == 404, path
+
+
+# --- drills ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def drilld(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[daemon.Daemon]:
+    """A real drilld with one run that passed."""
+    monkeypatch.setattr(heal, "heal_strays", list)
+    from agent.config import load_config
+
+    (tmp_path / "tocsin.yaml").write_text(f"node: gpu-17\nstate_dir: {tmp_path}/state\nsocket: {tmp_path}/agent.sock\n")
+    config = load_config(tmp_path / "tocsin.yaml", {})
+    made = daemon.Daemon(config, [Drill("loss", "process-kill", target={"engine": "llama"})], (), None, time.time)
+    folder = daemon.root_of(config) / "runs" / "loss-20261129T210000Z-ab12"
+    folder.mkdir(parents=True)
+    ledger.Ledger.create(folder, {"drill": "loss", "started_by": "root"}).close()
+    told = record.blank(folder.name, {"name": "loss"}, 1_790_000_000.0)
+    told |= {"state": State.REPORTED, "verdict": "PASS", "why": "it rang", "started_at": 1_790_000_000.0,
+             "ended_at": 1_790_000_600.0, "times": {"detect_s": 12.0, "recover_s": 44.0}}
+    record.store(folder, told)
+    server = daemon.serve(made)
+    yield made
+    server.shutdown()
+    server.server_close()
+
+
+def test_without_drilld_the_page_says_what_to_start(opened: Callable[..., Page]) -> None:
+    """No empty table: why it is empty."""
+    body = opened().ask("/drills")[2]
+    assert "No drill daemon answers" in body
+    assert "systemctl start tocsin-drilld" in body
+
+
+def test_drills_and_their_reports(opened: Callable[..., Page], drilld: daemon.Daemon) -> None:
+    """What was held, how it ended, and the postmortem by its address."""
+    page = opened()
+    body = page.ask("/drills")[2]
+    for text in ("loss-20261129T210000Z-ab12", "PASS", "12 s", "44 s", "it rang", "by hand"):
+        assert text in body
+    assert "<form" not in body  # read-only without a token
+    status, headers, report = page.ask("/reports/loss-20261129T210000Z-ab12")
+    assert status == 200
+    assert "script-src" not in headers["Content-Security-Policy"]  # default-src 'none' holds for it
+    assert "Drill loss" in report
+
+
+def test_an_abort_asks_for_the_token(opened: Callable[..., Page], drilld: daemon.Daemon,
+                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another site's page could have ended the drill, or whoever passed by."""
+    asked: list[str] = []
+
+    def abort(by: str) -> str:
+        asked.append(by)
+        return "loss-1"
+
+    monkeypatch.setattr(drilld, "abort", abort)
+    monkeypatch.setattr(drilld, "active", lambda: "loss-1")
+    monkeypatch.setattr(pages, "WRONG_TOKEN_S", 0.01)
+    page = opened(TOKEN)
+    assert 'action="/drills/abort"' in page.ask("/drills")[2]
+    assert page.ask("/drills/abort", token="wrong")[0] == 403
+    assert page.ask("/drills/abort", other="field")[0] == 403
+    assert page.ask("/drills/abort")[0] == 405  # a link does nothing
+    assert asked == []
+    status, _, body = page.ask("/drills/abort", token=TOKEN)
+    assert status == 200
+    assert asked in (["root (uid 0)"], ["the page's token"])  # these tests are root's, or anybody's
+    assert "loss-1 is told to end" in body
+
+
+def test_without_a_token_nothing_can_be_done(opened: Callable[..., Page], drilld: daemon.Daemon) -> None:
+    """No token is configured: not even an empty one fits."""
+    status, _, body = opened().ask("/drills/abort", token="")
+    assert status == 403
+    assert "web.token_file" in body
+
+
+def test_guesses_come_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand guesses at once would be a thousand in a second."""
+    monkeypatch.setattr(pages, "WRONG_TOKEN_S", 0.05)
+    start = time.monotonic()
+    guesses = [threading.Thread(target=pages.refused, args=(lambda: TOKEN, f"guess {n}")) for n in range(6)]
+    for guess in guesses:
+        guess.start()
+    for guess in guesses:
+        guess.join()
+    assert time.monotonic() - start >= 6 * 0.05
+
+
+def test_a_page_of_sixteen_gpus_is_drawn_by_glance_alone(opened: Callable[..., Page]) -> None:
+    """What is asked of the agent for one page does not grow with those who look."""
+    page = opened()
+    counted: list[Any] = []
+    check = page.agent.check
+    page.agent.check = lambda: counted.append(1) or check()  # type: ignore[method-assign,func-returns-value]
+    for _ in range(20):
+        page.ask("/?part=1")
+    assert len(counted) == 1
