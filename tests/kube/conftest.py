@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from drills.cluster import Cluster
-from tests.kube.scene import Api, kubeconfig
+from tests.kube.scene import Api, has_controllers, kubeconfig
 from tests.kube.stand_in import StandIn
 
 REAL = os.environ.get("TOCSIN_TEST_KUBECONFIG", "")  # by name: a person's own KUBECONFIG may be of a live cluster
@@ -25,9 +25,10 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
         monkeypatch.setenv("KUBECONFIG", own)
         try:
             with Cluster() as cluster:
-                made = Api(cluster, namespace, None)
+                made = Api(cluster, namespace, None, has_controllers(cluster))
                 made.make_namespace()
-                yield made
+                with made.heartbeats():
+                    yield made
                 made.clear()
         finally:
             Path(own).unlink()

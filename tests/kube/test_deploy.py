@@ -327,7 +327,7 @@ if REAL:  # with the stand-in there is nothing that kubectl could ask
         """`kubectl apply -k … --dry-run=server`, as a person does it; the namespace must be there before."""
         need("kubectl")
         name = "tocsin-cluster" if overlay == CLUSTER_RULES else "tocsin"
-        made = api.cluster.get(path_of("", "v1", "namespaces", None, name)) is None
+        made = not api.has_namespace(name)
         if made:
             of = ALL["cluster-rules" if overlay == CLUSTER_RULES else "base"]
             api.cluster.ask("POST", path_of("", "v1", "namespaces"), body=the(of, "Namespace", name))
