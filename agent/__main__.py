@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from agent import advise_commands
 from drills import cli as drill_commands
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ app.add_typer(alerts_app, name="alerts", help="List current and past alerts; `al
 app.add_typer(config_app, name="config", help="`config check`: every fault in configuration and rules.")
 app.add_typer(notify_app, name="notify", help="`notify test`: a marked alert through every channel.")
 app.add_typer(rules_app, name="rules", help="`rules list`: what fires, how loud, and what to do.")
+app.add_typer(advise_commands.app, name="advise", help="`advise CHECKLIST`: the decision checklists as calculators.")
 app.add_typer(drill_commands.app, name="drill", help="`drill list|plan|run|abort|heal|history|unit`.")
 
 CONFIG_HELP = "Configuration [default: /etc/tocsin/tocsin.yaml if it is there, else built-in defaults]."

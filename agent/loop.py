@@ -681,7 +681,9 @@ def doctor_report(node: Node, slots: Mapping[str, Slot], mono: float) -> dict[st
                         "engines": list(facts.engines), "error": slot.last.error if slot and slot.last else None,
                         "found": [f._asdict() | {"required": f.name in required} for f in facts.found],
                         "notes": node.advice(target.name),
-                        "binds": node.bound_rows(target.name) if target.name in node.scene.targets else []})
+                        "binds": node.bound_rows(target.name) if target.name in node.scene.targets else [],
+                        "facts": node.facts_told(node.scene.targets[target.name]) if target.name in node.scene.targets
+                        else {}})
     routers = [{"target": name, "url": getattr(slots[source].source, "url", None), "kind": facts.kind, "model": None,
                 "build": facts.build, "engines": [], "error": _error_of(slots[source]),
                 "found": [f._asdict() | {"required": False} for f in facts.found]}

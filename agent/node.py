@@ -16,6 +16,7 @@ from agent import binds, incidents, words
 from agent import evaluate as machine
 from agent import signals as catalogue
 from agent import silences as mutes
+from agent.facts import LONGEST_S, Facts, facts_of
 from agent.hardware import verdict as gpu_verdict
 from agent.hardware.history import History
 from agent.hardware.table import Severity as XidSeverity
@@ -796,6 +797,15 @@ class Node:
         rows = [self._row(key, signal, since_s) for key, signal in self.signals.items()]
         return {"verdict": verdict(rows), "why": None, "node": self.setup.node, "at": self.scene.now, "signals": rows,
                 "binds": self.bound_rows(), "silences": self.silences_now(), "expected": self.expected()}
+
+    def facts_told(self, target: Target, span_s: float = LONGEST_S) -> dict[str, Facts]:
+        """What each engine of a target tells of itself, for the checklists."""
+        found = {}
+        for engine in target.engines:
+            queue = self.signals.get(("queue-age", engine))
+            age_s = None if queue is None or queue.state != "value" else queue.value
+            found[engine] = facts_of(self.scene, target, engine, span_s) | {"queue_age_s": age_s}
+        return found
 
     def bound_rows(self, target: str | None = None) -> list[dict[str, Any]]:
         """What binds each engine, or those of one target; `by` is stable, `since` and `was` come from a minute or more.

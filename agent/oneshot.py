@@ -108,8 +108,10 @@ def _looked_for(config: Config, sources: Sequence[Source], errors: dict[str, str
     return said
 
 
-def doctor(config: Config, urls: Sequence[str]) -> dict[str, Any]:
-    """How each quantity is had, by reading everything once; `urls` are looked at instead of the configured engines.
+def doctor(config: Config, urls: Sequence[str], rounds: int = DOCTOR_ROUNDS) -> dict[str, Any]:
+    """How each quantity is had, by reading everything; `urls` are looked at instead of the configured engines.
+
+    An engine is read `rounds` times more, a second apart, for what only moves.
 
     Raises Unfit where one of them is no address.
     """
@@ -122,7 +124,7 @@ def doctor(config: Config, urls: Sequence[str]) -> dict[str, Any]:
     collector = Collector(sources)
     try:
         errors = _round(node, collector, READ_WITHIN_S)
-        for _ in range(DOCTOR_ROUNDS if any(node.windows.keys_now(e, "running") for e in node.bounds) else 0):
+        for _ in range(rounds if any(node.windows.keys_now(e, "running") for e in node.bounds) else 0):
             time.sleep(node.setup.poll_s)  # what binds an engine is seen by what moves between two reads
             _round(node, collector, GRACE_S)
         return doctor_report(node, collector.slots, time.monotonic()) | {

@@ -48,11 +48,13 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.words": Row("agent.model"),
     "agent.incidents": Row("agent.model"),
     "agent.trend": Row("agent.model"),
+    "agent.advise": Row("agent.words"),
+    "agent.facts": Row("agent.binds agent.model agent.signals"),
     "agent.binds": Row("agent.model agent.signals agent.words"),
     "agent.silences": Row("", "fnmatch"),
     "agent.noise": Row(),
     "agent.node": Row(
-        "agent agent.binds agent.evaluate agent.hardware agent.hardware.history agent.hardware.table"
+        "agent agent.binds agent.evaluate agent.facts agent.hardware agent.hardware.history agent.hardware.table"
         " agent.hardware.verdict agent.incidents agent.model agent.signals agent.silences agent.windows agent.words"
     ),
     "agent.engines": Row("agent.model", "importlib msgspec yaml"),  # its maps, read from the package
@@ -159,10 +161,14 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "agent.record": Row("agent.exposition agent.model agent.sources.fetch", WORLD),
     "agent.show": Row("agent.words", "rich shutil"),
+    "agent.advise_commands": Row(
+        "agent agent.advise agent.client agent.config agent.oneshot agent.show agent.strict",
+        "inspect msgspec os pathlib sys typer",
+    ),
     "agent.__main__": Row(
-        "agent.backtest agent.client agent.config agent.model agent.notifiers agent.notifiers.trial agent.oneshot"
-        " agent.record agent.show agent.signals agent.silences agent.sources.nvml agent.strict agent.words drills"
-        " drills.cli drills.config rules",
+        "agent agent.advise_commands agent.backtest agent.client agent.config agent.model agent.notifiers"
+        " agent.notifiers.trial agent.oneshot agent.record agent.show agent.signals agent.silences agent.sources.nvml"
+        " agent.strict agent.words drills drills.cli drills.config rules",
         "msgspec os pathlib shlex signal sys threading typer",
     ),
     "runbooks": Row(),

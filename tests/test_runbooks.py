@@ -22,6 +22,7 @@ from drills.faults.table import FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNBOOKS = {path.stem: path.read_text() for path in sorted((ROOT / "runbooks").glob("*.md"))}
+CHECKLISTS = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "runbooks" / "checklists").glob("*.md"))]
 RULES = {
     rule["id"]: rule for path in sorted((ROOT / "rules").glob("*.yaml")) for rule in yaml.safe_load(path.read_text())
 }
@@ -74,11 +75,11 @@ def test_runbook_names_only_runbooks_that_exist(rule_id: str) -> None:
     assert [name for name in followed if name not in RUNBOOKS] == []
 
 
-@pytest.mark.parametrize("page", [*RUNBOOKS, "README.md"])
+@pytest.mark.parametrize("page", [*RUNBOOKS, "README.md", *CHECKLISTS])
 def test_every_command_shown_exists(page: str) -> None:
     """Copied at 3 a.m. from the runbook: `No such command`."""
     text = RUNBOOKS.get(page) or (ROOT / page).read_text()
-    shown = re.findall(r"(?:^ +(?:\S*/)?|`)tocsin ([a-z]+)((?: [a-z]+)?)([^\n`#]*)", text, flags=re.MULTILINE)
+    shown = re.findall(r"(?:^ +(?:\$ )?(?:\S*/)?|`)tocsin ([a-z]+)((?: [a-z][a-z-]*)?)([^\n`#]*)", text, flags=re.MULTILINE)
     root = typer.main.get_command(app)
     assert isinstance(root, TyperGroup)
     for name, sub, rest in shown:

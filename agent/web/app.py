@@ -222,8 +222,8 @@ def _metrics(request: Request) -> Reply:
 
 
 def runbook(request: Request) -> Reply:
-    """The page of a rule. Nothing but a rule's id is looked up: no path leads out of the folder."""
-    if re.fullmatch(r"[a-z0-9-]{1,80}", request.rest):
+    """The page of a rule, or of a checklist. Nothing but such a name is looked up: no path leads out of the folder."""
+    if re.fullmatch(r"(checklists/)?[a-z0-9-]{1,80}", request.rest):
         page = files("runbooks").joinpath(f"{request.rest}.md")
         if page.is_file():
             return plain_text(OK, page.read_text(encoding="utf-8"))
