@@ -79,7 +79,8 @@ def test_runbook_names_only_runbooks_that_exist(rule_id: str) -> None:
 def test_every_command_shown_exists(page: str) -> None:
     """Copied at 3 a.m. from the runbook: `No such command`."""
     text = RUNBOOKS.get(page) or (ROOT / page).read_text()
-    shown = re.findall(r"(?:^ +(?:\$ )?(?:\S*/)?|`)tocsin ([a-z]+)((?: [a-z][a-z-]*)?)([^\n`#]*)", text, flags=re.MULTILINE)
+    shown = re.findall(r"(?:^ +(?:\$ )?(?:\S*/)?|`)tocsin ([a-z]+)((?: [a-z][a-z-]*)?)([^\n`#]*)", text,
+                       flags=re.MULTILINE)
     root = typer.main.get_command(app)
     assert isinstance(root, TyperGroup)
     for name, sub, rest in shown:
@@ -88,7 +89,7 @@ def test_every_command_shown_exists(page: str) -> None:
         if isinstance(command, TyperGroup) and (sub or not command.invoke_without_command):  # `tocsin alerts`
             command = command.commands.get(sub.strip())
             assert command is not None, f"tocsin {name}{sub}"
-        known = {option for parameter in command.params for option in parameter.opts}
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         assert set(re.findall(r"--[a-z-]+", rest)) <= known | {"--config"}, f"tocsin {name}{sub}{rest}"
 
 
