@@ -90,7 +90,7 @@ def test_every_command_shown_exists(page: str) -> None:
             command = command.commands.get(sub.strip())
             assert command is not None, f"tocsin {name}{sub}"
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-        assert set(re.findall(r"--[a-z-]+", rest)) <= known | {"--config"}, f"tocsin {name}{sub}{rest}"
+        assert set(re.findall(r"--[a-z0-9-]+", rest)) <= known | {"--config"}, f"tocsin {name}{sub}{rest}"
 
 
 def test_the_readme_s_configuration_is_one(tmp_path: Path) -> None:
