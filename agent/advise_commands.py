@@ -81,6 +81,13 @@ PerToken = Annotated[Time, _option("--prefill-per-token", "Time of one prompt to
 HitRate = Annotated[Share, _option("--hit-rate", "Prefix-cache hits per token looked up, as 61%.", _share, "SHARE")]
 
 
+@app.callback()
+def remember_config(context: typer.Context, config: ConfigFile = None) -> None:
+    """Decide by the nine decision checklists, from given numbers or a running engine (--from)."""
+    if config is not None:
+        context.find_root().obj = config
+
+
 class Engine(NamedTuple):
     """What `--from` told, and by whom. Without it nothing is told."""
 
