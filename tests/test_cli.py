@@ -19,6 +19,7 @@ import pytest
 
 from agent import show
 from agent.__main__ import main
+from agent.advise import CHECKLISTS
 from agent.model import Rule
 from agent.web.app import PRIVATE, make_app
 from agent.web.server import serve_unix
@@ -520,7 +521,8 @@ def test_help_has_one_line_for_each_command(cli: Cli) -> None:
     assert not [line for line in lines if line.endswith("...")]
     assert "config check" in told["config"]
     assert "rules list" in told["rules"]
-    plain = [[name] for name in told if name not in ("config", "notify", "rules", "drill")]
+    plain = [[name] for name in told if name not in ("config", "notify", "rules", "drill", "advise")]
+    plain += [["advise", name] for name in CHECKLISTS]
     drill = [["drill", name] for name in ("list", "plan", "run", "abort", "heal", "history", "unit")]
     for words in (*plain, *drill, ["config", "check"], ["notify", "test"], ["rules", "list"]):
         out = cli(*words, "--help")[1]
