@@ -65,7 +65,9 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.hardware.table": Row("", "importlib yaml"),  # its tables, read from the package
     "agent.hardware.history": Row("agent.hardware.table agent.model"),
     "agent.hardware.verdict": Row("agent.model"),
-    "agent.hardware.signals": Row("agent.hardware.table agent.model agent.signals agent.windows agent.words"),
+    "agent.hardware.signals": Row(
+        "agent.hardware.history agent.hardware.table agent.model agent.signals agent.windows agent.words"
+    ),
     # Files of the user's, read once.
     "agent.strict": Row("", "msgspec pathlib yaml"),
     "agent.config": Row("agent.engines agent.model agent.strict rules", "msgspec os pathlib socket zoneinfo"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from agent.hardware.history import Finding
 from agent.hardware.table import IN_WORDS, RANK, RECOVERY, stronger
 from agent.model import Sample, Signal, SubjectKind, Why
 from agent.windows import Windows
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
     from agent.signals import Ask
 
 KERNEL_LOG, DEVICES, NVML = "kernel_log", "gpu_devices", "nvml"  # subjects
+APP = "app"  # what a page asks for that leaves the GPU alone: what comes later and asks for more must page anew
 XID_SIGNALS: Mapping[str, tuple[str, str | None]] = {  # signal -> severity and group of the findings that it counts
     "xid_gpu": ("page", "gpu"), "xid_memory": ("page", "memory"), "xid_link": ("page", "link"),
-    "xid_ticket": ("ticket", None), "xid_note": ("info", None),
+    "xid_app": ("page", APP), "xid_ticket": ("ticket", None), "xid_note": ("info", None),
 }  # fmt: skip
 HW_THERMAL, HW_POWER_BRAKE = 0x40, 0x80  # nvml.h: nvmlClocksEventReasonHwThermalSlowdown, ...HwPowerBrakeSlowdown
 VERSION_MISMATCH, NO_PERMISSION, UNKNOWN_ERROR = 18, 4, 999  # nvml.h: nvmlReturn_t
@@ -58,10 +60,10 @@ def recovery_action(windows: Windows, uuid: str, now: float) -> str | None:
 
 
 def xids(ask: Ask) -> Signal:
-    """X1 to X5. How often errors by number came that nobody has mended yet, of this severity and group."""
+    """X1 to X5, X27. How often errors by number came that nobody has mended yet, of this severity and group."""
     severity, group = XID_SIGNALS[ask.spec.id]
     found = [f for f in ask.scene.findings() if f.subject == ask.subject and f.severity == severity
-             and group in (None, f.group) and f.last_at > ask.not_before]
+             and group in (None, group_of(f)) and f.last_at > ask.not_before]
     if not found:
         return not_told(ask) or ask.value(0.0)
     action = stronger(*(f.action for f in found))
@@ -69,6 +71,11 @@ def xids(ask: Ask) -> Signal:
     evidence = {"text": text, "codes": [f.code for f in found], "action": action, "do": IN_WORDS[action],
                 "first_at": min(f.first_at for f in found), "last_at": max(f.last_at for f in found)}
     return ask.value(float(sum(f.times for f in found)), evidence=evidence)
+
+
+def group_of(finding: Finding) -> str:
+    """Which of the rules that page tells of a finding."""
+    return APP if RANK[finding.action] < RANK["drain_p2p"] else finding.group
 
 
 def not_told(ask: Ask) -> Signal | None:
@@ -342,6 +349,7 @@ def persistence(ask: Ask) -> Signal:
 ROWS: tuple[tuple[str, str, SubjectKind, str, Callable[[Ask], Signal], bool], ...] = (
     ("xid_gpu", "count", "gpu", "Xids of the GPU itself that nobody has mended", xids, False),
     ("xid_memory", "count", "gpu", "Xids of GPU memory that nobody has mended", xids, False),
+    ("xid_app", "count", "gpu", "Xids that cost an application and leave the GPU usable", xids, False),
     ("xid_link", "count", "gpu", "Xids and SXids of NVLink that nobody has mended", xids, False),
     ("xid_ticket", "count", "gpu", "Xids that can wait until the morning", xids, False),
     ("xid_note", "count", "gpu", "Xids that are told for information", xids, False),

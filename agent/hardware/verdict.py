@@ -12,7 +12,7 @@ VERDICTS: tuple[Verdict, ...] = ("HEALTHY", "WATCH", "DRAIN", "REPLACE", "UNKNOW
 # Rule -> (code, what its finding makes of a GPU). Codes never change; those of Xids are "xid.79", "sxid.20034".
 RULES: Mapping[str, tuple[str, Verdict]] = {
     "xid-gpu": ("xid", "DRAIN"), "xid-memory": ("xid", "DRAIN"), "xid-link": ("xid", "DRAIN"),
-    "xid-ticket": ("xid", "WATCH"), "xid-note": ("xid", "HEALTHY"),
+    "xid-app": ("xid", "WATCH"), "xid-ticket": ("xid", "WATCH"), "xid-note": ("xid", "HEALTHY"),
     "gpu-lost": ("gpu.lost", "DRAIN"), "gpu-count": ("gpu.count", "DRAIN"),
     "driver-mismatch": ("driver.mismatch", "WATCH"), "device-access": ("device.access", "WATCH"),
     "gpu-recovery": ("recovery", "DRAIN"), "gpu-ecc-uncorrected": ("ecc.uncorrected", "WATCH"),
@@ -29,7 +29,7 @@ RULES: Mapping[str, tuple[str, Verdict]] = {
 }  # fmt: skip
 RANK: Mapping[str, int] = {"HEALTHY": 0, "UNKNOWN": 1, "WATCH": 2, "DRAIN": 3, "REPLACE": 4}
 # The action of a finding says more than its rule does.
-BY_ACTION: Mapping[str, Verdict] = {"none": "WATCH", "restart_app": "WATCH", "replace": "REPLACE"}
+BY_ACTION: Mapping[str, Verdict] = {"replace": "REPLACE"}
 OVERALL: Mapping[str, str] = {"HEALTHY": "healthy", "WATCH": "ticket", "DRAIN": "page", "REPLACE": "page",
                               "UNKNOWN": "unknown"}
 NEXT: Mapping[Verdict, str] = {

@@ -144,7 +144,7 @@ def test_a_mig_gpu(tell: Tell) -> None:
     assert story.run(300) == []
     assert [g["verdict"] for g in story.node.gpus_report()["gpus"]] == ["HEALTHY"] * 6
     contained = xid(94, story.at_s, instance=" GPU-I:05", text="pid=7194, Contained: CE User Channel (0x9). RST: No")
-    assert story.run(30, contained) == [("firing", "xid-memory")]
+    assert story.run(30, contained) == [("firing", "xid-app")]
 
     (alert,) = story.node.book.alerts.values()
     assert alert.subject == "MIG-55555555"
@@ -156,7 +156,7 @@ def test_a_mig_gpu(tell: Tell) -> None:
     assert "restart the application" in hurt["do"]
     assert {story.verdict(2, mig)["verdict"] for mig in (None, (1, 0), (2, 0))} == {"HEALTHY"}
     assert story.node.gpus_report()["verdict"] == "ticket"
-    assert story.run(3700) == [("resolved", "xid-memory")]
+    assert story.run(3700) == [("resolved", "xid-app")]
     assert story.verdict(2, (5, 0))["verdict"] == "HEALTHY"
 
 
@@ -215,7 +215,7 @@ def test_the_alerts_of_an_instance_outlive_a_restart(tell: Tell) -> None:
     """A restart closed the slice's alert, since nobody knew of the slice yet, and paged it anew a second later."""
     story = tell(node(THREE))
     story.run(30)
-    assert story.run(15, xid(94, story.at_s, instance=" GPU-I:02")) == [("firing", "xid-memory")]
+    assert story.run(15, xid(94, story.at_s, instance=" GPU-I:02")) == [("firing", "xid-app")]
     saved = json.loads(json.dumps(story.node.learned.__dict__))
     assert set(saved) == set(Learned.__dataclass_fields__)
     again = Node(Setup("gpu-17", POLL_S, Slo(written=True), (), tuple(built_in().values()), severity_of))
@@ -244,7 +244,7 @@ def test_an_instance_s_error_is_the_cause_of_its_engine_s(tell: Tell) -> None:
     assert on.name == "127.0.0.1:8002"
     assert story.node._related("MIG-55555555", "127.0.0.1:8002")
     assert not story.node._related("MIG-55555555", "127.0.0.1:8001")
-    labels = alert_labels(scene, built_in()["xid-memory"], Alert("xid-memory", "MIG-55555555", "firing", "page", T0))
+    labels = alert_labels(scene, built_in()["xid-app"], Alert("xid-app", "MIG-55555555", "firing", "page", T0))
     assert labels["mig"] == "MIG-55555555"
 
 

@@ -358,9 +358,23 @@ def other(kind: str, at_s: float, count: int = 1) -> Event:
     return Event(kind, "", None, T0 + at_s, T0 + at_s, count, detail={"text": "NVRM: …"})  # type: ignore[arg-type]
 
 
+def test_what_asks_for_more_pages_anew(tell: Tell) -> None:
+    """94 at two: the engine is restarted, one sleeps. 95 at half past was a line more in an alert that was read."""
+    story = tell(gpus(), poll_s=60.0)
+    assert story.run(60, xid(94, 0.0)) == [("firing", "xid-app")]
+    assert story.run(1740) == []
+    assert story.run(60, xid(95, story.at_s)) == [("firing", "xid-memory")]
+    assert len(story.node.incidents) == 2
+    assert (story.verdict(2)["verdict"], story.verdict(2)["code"]) == ("DRAIN", "xid.95")
+    assert story.run(60, xid(140, story.at_s)) == []  # the same again: the GPU is to be drained already
+    (alert,) = (a for a in story.node.book.alerts.values() if a.rule == "xid-memory")
+    assert "Xid 140" in story.node.annotations(alert)["description"]
+
+
 @pytest.mark.parametrize(("rule", "happens", "clear_s"), [
     ("xid-gpu", lambda at: xid(46, at), 24 * 3600.0),
-    ("xid-memory", lambda at: xid(94, at), 3600.0),
+    ("xid-app", lambda at: xid(94, at), 3600.0),
+    ("xid-memory", lambda at: xid(95, at), 24 * 3600.0),
     ("xid-link", lambda at: xid(74, at, text="NVLink: fatal error detected on link 3(0x0)"), 24 * 3600.0),
     ("xid-ticket", lambda at: xid(4711, at), 3600.0),
     ("xid-note", lambda at: xid(43, at), 3600.0),

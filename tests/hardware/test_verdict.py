@@ -38,7 +38,7 @@ def test_every_hardware_rule_has_a_code() -> None:
     ("all in range", [row("gpu-lost"), row("xid-gpu")], "HEALTHY", None, "healthy"),
     ("a page", [row("xid-gpu", "BREACH", evidence={"codes": ["xid.79"], "action": "reboot"})], "DRAIN", "xid.79",
      "page"),
-    ("a page that asks only for a restart", [row("xid-memory", "BREACH", evidence={
+    ("a page that asks only for a restart", [row("xid-app", "BREACH", evidence={
         "codes": ["xid.94"], "action": "restart_app"})], "WATCH", "xid.94", "ticket"),
     ("a burst", [row("xid-gpu", "BREACH", evidence={"codes": ["xid.burst", "xid.62"], "action": "replace"})], "REPLACE",
      "xid.burst", "page"),
