@@ -1346,6 +1346,8 @@ def blind(scene: Scene, rule: Rule, root: str, signals: Mapping[tuple[str, str],
     if root in scene.gpus and any(found.value for rule_id in hardware.NVML_AS_A_WHOLE
                                   if (found := signals.get((rule_id, scene.node))) is not None):
         return ask.idle("NVML fails as a whole, and that has an alert of its own")
+    if root in scene.gpus and hardware.never_told(scene, root):
+        return ask.idle("NVML shows other GPUs since Tocsin was started, and not this one: gpu-count tells")
     if ("lost",) not in scene.memo:
         scene.memo[("lost",)] = [(subject, s) for (rule_id, subject), s in signals.items()
                                  if s.state == "gap" and rule_id in required and not s.evidence.get("young")]

@@ -15,7 +15,7 @@ from agent.windows import Windows
 from agent.words import span
 
 if TYPE_CHECKING:
-    from agent.signals import Ask
+    from agent.signals import Ask, Scene
 
 KERNEL_LOG, DEVICES, NVML = "kernel_log", "gpu_devices", "nvml"  # subjects
 APP = "app"  # what a page asks for that leaves the GPU alone: what comes later and asks for more must page anew
@@ -123,8 +123,11 @@ def gpu_count(ask: Ask) -> Signal:
     expected = ask.scene.gpus_expected
     if not expected:
         return ask.na("no GPU was ever seen here")
-    lost = [uuid for uuid in ask.scene.gpus if is_lost(ask, uuid)]
-    shown = len(ask.scene.gpus) - len(lost)
+    codes = codes_of(ask.scene)
+    told_of = [uuid for uuid, code in codes.items() if code is not Why.MISSING]  # not before a restart of ours alone
+    if codes and not told_of:
+        return ask.gap(Why.MISSING, "NVML has not told of any GPU since Tocsin was started")
+    shown = sum(codes[uuid] is not Why.LOST for uuid in told_of)
     words = [f"NVML shows {shown}"]
     for name, what in (("gpus_pci", "PCI"), ("gpus_dev", "/dev/nvidia*")):
         got = ask.windows.latest(DEVICES, name, ask.now)
@@ -134,10 +137,16 @@ def gpu_count(ask: Ask) -> Signal:
                       expected=expected, shown=shown)
 
 
-def is_lost(ask: Ask, uuid: str) -> bool:
-    """Whether NVML calls a GPU lost."""
-    got = ask.windows.latest(uuid, "gpu_temp_c", ask.now)
-    return not isinstance(got, Sample) and got.code is Why.LOST
+def codes_of(scene: Scene) -> Mapping[str, Why | None]:
+    """Why each GPU does not tell its temperature; None where it does, MISSING where it never did since our start."""
+    told_by = {uuid: scene.windows.latest(uuid, "gpu_temp_c", scene.now) for uuid in scene.gpus}
+    return {uuid: None if isinstance(got, Sample) else got.code for uuid, got in told_by.items()}
+
+
+def never_told(scene: Scene, uuid: str) -> bool:
+    """Whether a GPU is known from before our start alone, and NVML tells of others: it was replaced, or is missing."""
+    codes = codes_of(scene)
+    return codes[uuid] is Why.MISSING and any(code is not Why.MISSING for code in codes.values())
 
 
 def driver_mismatch(ask: Ask) -> Signal:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -286,6 +287,44 @@ def test_gpu_count_by_the_configuration(tell: Tell) -> None:
     assert report["node_findings"][0]["text"] == "1 of 8 GPUs missing: NVML shows 7"
 
 
+def restarted(story: Story) -> Story:
+    """The same node after a restart of the agent: what was learned, and nothing read yet."""
+    saved = json.loads(json.dumps(story.node.learned.__dict__))
+    node = Node(Setup("gpu-17", POLL_S, Slo(written=True), (), tuple(built_in().values()), severity_of))
+    node.restore(story.node.book, saved)
+    again = Story(story.reader, node=node)
+    again.at_s = story.at_s
+    return again
+
+
+def test_a_gpu_that_is_missing_after_a_reboot(tell: Tell, tmp_path: Path) -> None:
+    """The node came back with seven of eight; the eighth was still in memory, and was called there for ten minutes."""
+    story = tell(gpus(8, gpu7={"uuid": "GPU-hh"}))
+    story.run(60)
+    story.reader.begin(gpus(7), tmp_path)
+    again = restarted(story)
+    assert again.run(45) == [("firing", "gpu-count")]
+    (finding,) = again.node.gpus_report()["node_findings"]
+    assert finding["text"] == "1 of 8 GPUs missing: NVML shows 7"
+    story.reader.begin({**gpus(8), "errors": {"nvmlInitWithFlags": 9}}, tmp_path)
+    blind = restarted(again)
+    assert blind.run(15) == []
+    assert blind.node.signals[("gpu-count", "gpu-17")].state == "gap"  # neither a page nor an all-clear
+
+
+def test_a_card_that_was_replaced(tell: Tell, tmp_path: Path) -> None:
+    """RMA: remapping has failed, which nothing but another card ends. Its alert closes when its UUID is gone."""
+    failed = {**H100["remapped"], "failure": 1}
+    story = tell(gpus(gpu2={"uuid": "GPU-old", "remapped": failed}), poll_s=60.0)
+    assert story.run(60) == [("firing", "gpu-remap-failed")]
+    story.reader.begin(gpus(gpu2={"uuid": "GPU-new"}), tmp_path)
+    again = restarted(story)
+    again.poll_s = 60.0
+    assert again.run(900) == [("resolved", "gpu-remap-failed")]
+    assert (again.verdict(2)["subject"], again.verdict(2)["verdict"]) == ("GPU-new", "HEALTHY")
+    assert not again.node.book.alerts
+
+
 def test_driver_and_library_of_different_versions(tell: Tell) -> None:
     """An unattended upgrade: one clear ticket, and not eight GPUs lost."""
     story = tell(gpus())
@@ -340,12 +379,8 @@ def test_hardware_alerts_outlive_a_restart_without_repeating(tell: Tell) -> None
     story = tell(gpus())
     story.run(10)
     assert story.run(10, xid(119, story.at_s)) == [("firing", "xid-gpu")]
-    saved = json.loads(json.dumps({"learned": story.node.learned.__dict__}))["learned"]
-    node = Node(Setup("gpu-17", POLL_S, Slo(written=True), (), tuple(built_in().values()), severity_of))
-    node.restore(story.node.book, saved)
-    assert set(saved) == set(Learned.__dataclass_fields__)
-    again = Story(story.reader, node=node)
-    again.at_s = story.at_s
+    assert set(story.node.learned.__dict__) == set(Learned.__dataclass_fields__)
+    again = restarted(story)
 
     assert again.run(60) == []
     assert again.verdict(2)["code"] == "xid.119"
