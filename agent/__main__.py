@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 EXIT_OF = {"healthy": 0, "ticket": 1, "page": 2, "unknown": 3}
 USAGE, UNKNOWN, INTERRUPTED = 2, 3, 130
+NOT_FOUND = 404
 BAD_REQUEST = 400  # of HTTP
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -597,7 +598,92 @@ def _rule_row(rule: Rule, unit: str) -> dict[str, Any]:
 
 
 app.command("drilld")(drill_commands.drilld)
-app.command("report")(drill_commands.report)
+
+
+@app.command()
+def report(
+    context: typer.Context,
+    run: Annotated[str, typer.Argument(metavar="RUN|incident", help="A drill's run, a drill (its last run); or this.")],
+    incident: Annotated[str | None, typer.Argument(metavar="[ID]", help="Of an incident, its end, or last.")] = None,
+    config: ConfigFile = None,
+    format_: Annotated[str, typer.Option("--format", help="md, html or json; of a drill junit, too.")] = "md",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write there [default: print].")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the postmortem of a drill, or of an incident.
+
+    `report RUN`, `report incident ID`; `report incident` alone lists the incidents. Exit 3 where no agent answers.
+    """
+    form = "json" if as_json else format_
+    if run != "incident":
+        drill_commands.report(context, run, config, form, output)
+        return
+    from agent import postmortem
+
+    if form not in postmortem.FORMATS:
+        raise Failure(f"tocsin: --format {form}: of an incident there are {', '.join(postmortem.FORMATS)}")
+    settings = load(chosen(context, config))
+    if incident is None:
+        answer = need_agent(settings, "/incidents")
+        emit(answer, as_json, lambda: _incidents_report(answer))
+        return
+    text = postmortem.render(_incident(settings, incident), form)
+    if output is None:
+        write(text)
+    else:
+        output.write_text(text)
+
+
+def _incidents_report(answer: Any) -> Report:
+    from agent.show import incidents_report
+
+    return incidents_report(answer)
+
+
+def _incident(settings: Config, name: str) -> Any:
+    """All that the agent kept of an incident."""
+    from urllib.parse import quote
+
+    from agent.client import AgentError, NotPermitted, NotRunning, ask
+
+    try:
+        return ask(settings.socket, f"/incidents/{quote(name)}")
+    except (NotRunning, NotPermitted) as absent:
+        raise Failure(f"tocsin: {absent}", UNKNOWN) from absent
+    except AgentError as error:
+        if error.status == NOT_FOUND:
+            raise Failure(f"tocsin: there is no incident {name}; `tocsin report incident` lists them") from error
+        raise Failure(f"tocsin: {error}", UNKNOWN) from error
+
+
+@app.command()
+def review(
+    context: typer.Context,
+    last: Annotated[str, typer.Option("--last", metavar="SPAN", help="How far back to look.")] = "90d",
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Review a quarter: service levels, budget, pages, drills.
+
+    And what is still to do. Exit 0 where every written service level was kept and no drill was missed, else 1; 3 where
+    no agent answers.
+    """
+    last_s = seconds("--last", last, least_s=60.0)
+    settings = load(chosen(context, config))
+    answer = need_agent(settings, f"/review?last={last_s:.0f}s")
+    drills = drill_commands.review(settings, answer["since"])
+    answer |= {"drills": {key: drills[key] for key in ("held", "missed", "verdicts", "why")},
+               "actions": [*answer["actions"], *drills["actions"]]}
+
+    def shown() -> Report:
+        from agent.show import review_report
+
+        return review_report(answer)
+
+    emit(answer, as_json, shown)
+    broken = [level for row in answer["targets"] if row["written"] for level in row["slo"] if level["kept"] is False]
+    raise typer.Exit(1 if broken or answer["drills"]["missed"] else 0)
+
 
 
 def main() -> NoReturn:

@@ -87,6 +87,18 @@ def can_cause(rules: Iterable[Rule]) -> Mapping[str, frozenset[str]]:
     return found
 
 
+def chain(rules: Iterable[str], causes: Mapping[str, frozenset[str]]) -> list[tuple[str, str]]:
+    """(cause, effect) among the rules of an incident, without what another of them stands between."""
+    own = list(dict.fromkeys(rules))
+
+    def between(cause: str, effect: str) -> bool:
+        return any(other in causes.get(cause, ()) and effect in causes.get(other, ())
+                   for other in own if other not in (cause, effect))
+
+    return [(cause, effect) for cause in own for effect in own
+            if cause != effect and effect in causes.get(cause, ()) and not between(cause, effect)]
+
+
 def group(open_: Mapping[str, Incident], firing: Sequence[Alert], causes: Mapping[str, frozenset[str]],
           related: Callable[[str, str], bool], node: str, now: float, *,
           audience_of: Callable[[Alert], str] = lambda _: "") -> Step:

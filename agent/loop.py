@@ -18,7 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 import structlog
 
-from agent import noise, silences
+from agent import noise, review, silences
+from agent.impact import impact
 from agent.model import (
     Alert,
     AlertKey,
@@ -39,7 +40,7 @@ from agent.node import Node, Traffic
 from agent.notifiers import Route, owed_for_incidents, owed_to
 from agent.outbox import ChannelStatus, Outbox
 from agent.signals import Target, router_signals
-from agent.store import FrameRow, LayoutRow, NotSaved, Store, StoreError
+from agent.store import ACCOUNTED, FrameRow, LayoutRow, NotSaved, Store, StoreError
 from agent.trend import FINE, KEPT_S, MINUTE, TRACK, Points, Saved, Trend, points
 from agent.web.metrics import SourceStat
 from agent.windows import COARSE_KEEP_S, LATE_INTERVALS, RAW_KEEP_S, Row, SeriesKey
@@ -244,13 +245,15 @@ class Agent:
                 transitions = self.node.step(now, dt_s)
                 self._hold_canaries()
                 notices = self._notices(transitions, now)
+                kept = self.node.incident_records()
                 frames, layouts = self._frames(self.node.windows.unsaved(), self._curves(now))
                 learned = asdict(self.node.learned)
         except BaseException:
             # What was not handed over must happen again, or its page is lost.
             self.node.book, self.node.incidents = before
             raise
-        self._save(now, transitions, notices, frames, layouts, learned)  # from here on they are owed, whatever fails
+        # From here on they are owed, whatever fails.
+        self._save(now, transitions, notices, frames, layouts, learned, kept)
         for change in transitions:
             log.info("transition", rule=change.alert.rule, subject=change.alert.subject, state=change.kind,
                      value=change.alert.value, limit=change.alert.limit, severity=change.alert.severity,
@@ -342,18 +345,27 @@ class Agent:
         return frames, layouts
 
     def _save(self, now: float, transitions: Sequence[Transition], notices: Sequence[tuple[str, AlertMessage]],
-              frames: Sequence[FrameRow], layouts: Sequence[LayoutRow], learned: dict[str, Any]) -> None:
+              frames: Sequence[FrameRow], layouts: Sequence[LayoutRow], learned: dict[str, Any],
+              kept: Sequence[Mapping[str, Any]]) -> None:
         try:
-            self.store.commit_tick(now, self.node.book, transitions, notices, frames, layouts)
+            self.store.commit_tick(now, self.node.book, transitions, notices, frames, layouts, kept)
         except NotSaved as error:  # the store keeps what matters and writes it next time; pages go out all the same
             log.error("tick_not_saved", error=str(error))  # noqa: TRY400  (its text is the whole story)
         try:
             self.store.set_meta("learned", learned)
             if not 0 <= now - self._pruned_at <= PRUNE_EVERY_S:  # also when the clock has stepped back
                 self._pruned_at = now
+                self._count_days()
                 self.store.prune(now, {"raw": RAW_KEEP_S, "coarse": COARSE_KEEP_S, **KEPT_S})
         except StoreError as error:  # what matters is saved: the rest of the tick, and its pages, must not wait
             log.error("store_not_kept", error=str(error))  # noqa: TRY400
+
+    def _count_days(self) -> None:
+        """Add what each target did since the last time to its day, so that a quarter can be reviewed."""
+        with self._lock:
+            rows, upto = self.node.count_days(self.store.meta(ACCOUNTED) or {})
+        self.store.add_days([(int(upto[row.target] // 86400), row.target, row.requests, row.errors, row.ttft,
+                              row.ttft_slow, row.itl, row.itl_slow) for row in rows], upto)
 
     def run(self, alive: Callable[[], object]) -> None:
         """Tick every poll until stopped. `alive` feeds the watchdog: after each tick, and while the next is awaited."""
@@ -430,6 +442,45 @@ class Agent:
                 if past["kind"] == "resolved":
                     rows.append(self.node.alert_row(msgspec.convert(past["alert"], Alert), past["at"]))
         return rows
+
+    def incident_list(self, since: float) -> list[dict[str, Any]]:
+        """The records of incidents that were open at `since` or later, the newest first."""
+        kept = {one["id"]: one for one in self.store.incidents(since)}
+        with self._lock:  # of those that are open, as they stand now
+            kept |= {name: self.node.incident_record(one) for name, one in self.node.incidents.items()}
+        return sorted(kept.values(), key=lambda one: -float(one["opened_at"]))
+
+    def incident_told(self, name: str) -> dict[str, Any] | None:
+        """All that a postmortem is made of: {"incident", "transitions", "notices", "earlier", "now"}; None: no such.
+
+        `name`: its id, or the end of it, or "last".
+        """
+        now, known = self._clock(), self.incident_list(0.0)
+        found = next((one for one in known if name in ("last", one["id"]) or one["id"].endswith(f"/{name}")), None)
+        if found is None:
+            return None
+        node, end = found["node"], found["ended_at"] or now
+        keys = [found["id"], *(f"{node}/{member['rule']}/{member['subject']}" for member in found["members"])]
+        with self._lock:
+            cost = found["impact"] or impact(self.node.scene, found["began_at"], now)
+        return {
+            "incident": {**found, "impact": cost}, "now": now,
+            "transitions": self.store.transitions_in(found["began_at"] - 1.0, end + 1.0),
+            "notices": self.store.notices_of(keys, found["began_at"] - 1.0, end + 1.0),
+            "earlier": [one for one in known if one["root"][0] == found["root"][0] and one["opened_at"]
+                        < found["opened_at"]]}
+
+    def review(self, last_s: float) -> dict[str, Any]:
+        """A quarter, or however long, in numbers: service levels kept, budget spent, pages; see agent.review."""
+        now = self._clock()
+        with self._lock:
+            levels = {name: target.slo for name, target in self.node.scene.targets.items()}
+            general = self.node.setup.slo
+        since = now - last_s
+        known = [one for one in self.store.incidents(since) if one["opened_at"] >= since]
+        changes = self.store.changes(since)
+        return review.review(self.store.days(int(since // 86400)), known, changes,
+                             lambda name: levels.get(name, general), since, now)
 
     def trend(self, span_s: float, wanted: frozenset[AlertKey] | None = None) -> Points:
         """How signals went in the last `span_s`: each value within 2 h, beyond it the worst of each minute."""

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
-from agent import binds, incidents, words
+from agent import binds, incidents, records, words
 from agent import evaluate as machine
 from agent import signals as catalogue
 from agent import silences as mutes
@@ -20,6 +20,7 @@ from agent.facts import LONGEST_S, Facts, facts_of
 from agent.hardware import verdict as gpu_verdict
 from agent.hardware.history import History
 from agent.hardware.table import Severity as XidSeverity
+from agent.impact import Counted, since_last
 from agent.incidents import Incident
 from agent.model import (
     ROUTE,
@@ -90,6 +91,7 @@ class Learned:
     diverted: list[list[str]] = field(default_factory=list)  # [rule, subject] told to one channel alone
     told: dict[str, dict[str, str]] = field(default_factory=dict)  # signal -> subject -> what drilld says of it
     incidents: dict[str, dict[str, Any]] = field(default_factory=dict)  # id -> an open Incident
+    worst: dict[str, list[float]] = field(default_factory=dict)  # "rule subject" of an incident -> [value, when]
     found: dict[str, dict[str, Any]] = field(default_factory=dict)  # engine that discovery found -> how, and when last
     hardware: dict[str, Any] = field(default_factory=dict)  # as History.saved gives it
     kernel_log: dict[str, Any] = field(default_factory=dict)  # up to where it was read
@@ -520,7 +522,25 @@ class Node:
                                audience_of=self._audience_of)
         self._incidents_before = self.incidents
         self.incidents, self.incident_changes = step.open, step.changes
+        known = [*step.open.values(), *(incident for _, incident in step.changes if incident.ended_at is not None)]
+        self.learned.worst = records.worst_of(self.learned.worst, known, self.signals, self.rules)
         self.learned.incidents = {name: asdict(incident) for name, incident in step.open.items()}
+
+    def incident_records(self) -> list[dict[str, Any]]:
+        """What is to be kept of each incident that this step changed."""
+        return [self.incident_record(incident) for _, incident in self.incident_changes]
+
+    def incident_record(self, incident: Incident) -> dict[str, Any]:
+        """An incident as it is kept, as of this step."""
+        drills = [drill["drill"] for drill in self.learned.announced.values() for m in incident.members
+                  if m.rule in drill["rules"] and m.onset <= drill["until"] and is_of(m.subject, drill.get("subjects"))]
+        return records.record(incident, self.scene, self.rules, self.causes, self.learned.worst,
+                              lambda subject: self._place(subject)[0], self.limit_of, node=self.setup.node,
+                              drill=drills[0] if drills else None)
+
+    def count_days(self, last: dict[str, float]) -> tuple[list[Counted], dict[str, float]]:
+        """What each target did since it was last counted, and up to where that is now."""
+        return since_last(self.scene, last)
 
     def _related(self, one: str, other: str) -> bool:
         """Whether two subjects belong together: one engine's, or that of the GPU below it; all are the node's."""

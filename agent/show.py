@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, TextIO
 
-from agent.words import LOUD, clean, loudest_first, place, quantity, span, verdict_line
+from agent.words import LOUD, beside, clean, loudest_first, place, quantity, span, verdict_line
 
 Answer = Mapping[str, Any]
 NOTHING = "–"
@@ -321,6 +321,76 @@ def stats_report(answer: Answer) -> Report:
         clean(f"{one['rule']}: {one['short']} of {one['fired']} pages were over within {short}; a longer `for:`"
               f" (rules.override.{one['rule']}) would have let people sleep")
         for one in answer["rules"] if one["severity"] == "page" and one["short"] * 2 > one["fired"] - one["firing"]]
+
+
+def incidents_report(incidents: Sequence[Answer]) -> Report:
+    """A row an incident, the newest first."""
+    if not incidents:
+        return ["No incident has paged yet."]
+    columns = (Column("INCIDENT"), Column("STATE"), Column("CAUSE"), Column("OPENED", drop=1),
+               Column("OPEN FOR", right=True), Column("ALERTS", drop=2, right=True))
+    rows = []
+    for one in incidents:
+        root = next((m for m in one["members"] if [m["rule"], m["subject"]] == one["root"]), one["members"][0])
+        ended = one["ended_at"]
+        rows.append([clean(cell) for cell in (
+            one["id"], "open" if ended is None else "over", f"{root['rule']} on {root['place']}",
+            moment(one["opened_at"]), "" if ended is None else span(round(ended - one["opened_at"])),
+            len(one["members"]))])
+    return [Table(columns, rows, "Incidents"), "Its postmortem: tocsin report incident ID"]
+
+
+def review_report(answer: Answer) -> Report:
+    """Service levels, pages, drills, what is to do."""
+    report: Report = []
+    columns = (Column("TARGET"), Column("SERVICE LEVEL"), Column("PROMISED", right=True),
+               Column("ATTAINED", right=True), Column("KEPT"), Column("OF", drop=1, right=True),
+               Column("BUDGET SPENT", right=True))
+    rows = [[clean(cell) for cell in (
+        row["target"], level["name"] + (f" {span(level['limit_s'])}" if "limit_s" in level else ""),
+        quantity(level["promised"], "ratio"), beside(level["attained"], level["promised"], "ratio"),
+        {True: "yes", False: "NO", None: "unknown"}[level["kept"]], f"{level['n']:.0f}",
+        quantity(row["budget_spent"], "ratio") if level["name"] == "availability" else "")]
+        for row in answer["targets"] for level in row["slo"]]
+    since = f"{moment(answer['since'])} to {moment(answer['until'])}"
+    if rows:
+        report.append(Table(columns, rows, f"Service levels, {since}"))
+        report += [clean(f"{row['target']}: counted on {row['days']} day{'s' if row['days'] != 1 else ''}"
+                         + ("" if row["written"] else "; no `slo:` is written: these are defaults"))
+                   for row in answer["targets"]]
+    else:
+        report.append(f"No request was counted, {since}.")
+    return report + [clean(line) for line in (_pages_line(answer["pages"]), *_cause_lines(answer["causes"]),
+                                              _drills_line(answer["drills"]), *_action_lines(answer["actions"]))]
+
+
+def _pages_line(pages: Answer) -> str:
+    all_s, longest_s = round(pages["open_s"]), pages["longest_s"]
+    longest = "" if longest_s is None else f", {span(all_s)} in all, the longest {span(round(longest_s))}"
+    return (f"Pages: {pages['incidents']} incidents of {pages['alerts']} alerts{longest}; {pages['short']} over within"
+            f" {span(pages['short_s'])}, {pages['open']} still open, {pages['of_drills']} of drills beside them."
+            f" Unacknowledged: unknown ({pages['unacknowledged_why']}).")
+
+
+def _cause_lines(causes: Sequence[Answer]) -> list[str]:
+    return [f"  {cause['rule']}: {cause['incidents']} incident{'s' if cause['incidents'] != 1 else ''},"
+            f" {span(round(cause['open_s']))}, last {cause['last']}" for cause in causes[:PAST_SHOWN]]
+
+
+def _drills_line(drills: Answer) -> str:
+    if drills["why"]:
+        return f"Drills: unknown ({drills['why']})."
+    ended = ", ".join(f"{n} {verdict}" for verdict, n in sorted(drills["verdicts"].items()))
+    missed = f"; missed: {', '.join(drills['missed'])}" if drills["missed"] else ""
+    return f"Drills: {drills['held']} held" + (f" ({ended})" if ended else "") + missed + "."
+
+
+def _action_lines(actions: Sequence[Answer]) -> list[str]:
+    if not actions:
+        return ["Nothing is known to be still to do."]
+    return ["Still to do:", *(f"  {one['what']}" + ("" if one["run"] is None else
+                              f" (run {one['run']}, owner {one['owner']}, due {moment(one['due_at'])})")
+                              for one in actions)]
 
 
 def is_missing(found: Answer) -> bool:

@@ -25,9 +25,10 @@ from agent.model import SILENCED, Alert, AlertKey, AlertMessage, Book, Notice, T
 
 log = structlog.get_logger()
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 TRANSITIONS_KEPT_S = 400 * 86400.0
-DELIVERED_KEPT_S = 7 * 86400.0
+DELIVERED_KEPT_S = 7 * 86400.0  # with what was sent; that it was sent is kept as long as transitions are
+MOST_INCIDENTS = 10_000
 
 _SCHEMA = """
 CREATE TABLE meta(name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -42,6 +43,19 @@ CREATE TABLE layouts(track TEXT, layout INTEGER, keys_json TEXT NOT NULL, PRIMAR
 CREATE TABLE frames(res TEXT, track TEXT, at REAL NOT NULL, layout INTEGER, blob BLOB);
 CREATE INDEX frames_by_time ON frames(res, at);
 """
+# What each version added to the one before.
+_ADDED: Mapping[int, str] = {2: """
+CREATE TABLE incidents(id TEXT PRIMARY KEY, opened_at REAL NOT NULL, ended_at REAL, record TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE days(day INTEGER, target TEXT, requests REAL, errors REAL, ttft REAL, ttft_slow REAL, itl REAL,
+                  itl_slow REAL, PRIMARY KEY(day, target)) WITHOUT ROWID;
+CREATE INDEX transitions_by_time ON transitions(at);
+CREATE INDEX notices_by_key ON notices(key);
+"""}
+_ADD_DAY = ("INSERT INTO days VALUES(?,?,?,?,?,?,?,?) ON CONFLICT(day, target) DO UPDATE SET requests=requests+excluded"
+            ".requests, errors=errors+excluded.errors, ttft=ttft+excluded.ttft, ttft_slow=ttft_slow+excluded.ttft_slow,"
+            " itl=itl+excluded.itl, itl_slow=itl_slow+excluded.itl_slow")
+DAY_KEYS = ("day", "target", "requests", "errors", "ttft", "ttft_slow", "itl", "itl_slow")
+ACCOUNTED = "accounted"  # the fact: up to where each target was counted into `days`
 _ADD_TRANSITION = "INSERT INTO transitions VALUES(?,?,?,?,?,?,?,?,?,?)"
 _ADD_NOTICE = "INSERT INTO notices VALUES(?,?,'pending',?,?,?,?,?,?,NULL,?)"
 _END_NOTICE = "UPDATE notices SET state=?, done_at=?, last_error=? WHERE id=?"
@@ -143,6 +157,7 @@ class Store:
         notices: Sequence[tuple[str, AlertMessage]] = (),
         frames: Sequence[FrameRow] = (),
         layouts: Sequence[LayoutRow] = (),
+        incidents: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Save one tick in one transaction; returns the ids of `notices` (channel, message), due now.
 
@@ -154,6 +169,8 @@ class Store:
             durable: list[_Row] = [("INSERT OR REPLACE INTO layouts VALUES(?,?,?)", tuple(row)) for row in layouts]
             durable += [self._transition_row(change) for change in transitions]
             durable += [_notice_row(notice) for notice in owed]
+            durable += [("INSERT OR REPLACE INTO incidents VALUES(?,?,?,?)", (
+                one["id"], one["opened_at"], one["ended_at"], msgspec.json.encode(one).decode())) for one in incidents]
             memory: list[_Row] = [
                 ("INSERT INTO frames(track, at, layout, blob, res) VALUES(?,?,?,?,?)", tuple(row)) for row in frames
             ]
@@ -192,6 +209,52 @@ class Store:
         keys = ("at", "kind", "rule", "subject", "severity")
         return [dict(zip(keys, row, strict=False)) | {"silenced": _is_silenced(row[-1])} for row in rows]
 
+    # ---- what reports are made of ----
+
+    def incidents(self, since: float = 0.0) -> list[dict[str, Any]]:
+        """The records of incidents that were open at `since` or later, oldest first."""
+        query = "SELECT record FROM incidents WHERE ended_at IS NULL OR ended_at>=? ORDER BY opened_at, id"
+        with self._lock:
+            return [msgspec.json.decode(text) for (text,) in self._read(query, (since,))]
+
+    def transitions_in(self, start: float, end: float, most: int = 500) -> list[dict[str, Any]]:
+        """Transitions between two times, in the order in which they were told; keys as of `transitions`."""
+        query = "SELECT * FROM transitions WHERE at BETWEEN ? AND ? ORDER BY id LIMIT ?"
+        with self._lock:
+            rows = self._read(query, (start, end, most))
+        found = [dict(zip(_TRANSITION_KEYS, row, strict=True)) for row in rows]
+        for entry in found:
+            entry["alert"] = msgspec.json.decode(entry["alert"])
+        return found
+
+    def notices_of(self, keys: Sequence[str], start: float, end: float, most: int = 500) -> list[dict[str, Any]]:
+        """What was owed to whom of these keys, made between two times.
+
+        Keys: channel, state, key, status, created_at, done_at, tries, last_error.
+        """
+        names = ("channel", "state", "key", "status", "created_at", "done_at", "tries", "last_error")
+        query = (f"SELECT {', '.join(names)} FROM notices WHERE key IN ({','.join('?' * len(keys))})"  # noqa: S608  (ours)
+                 " AND created_at BETWEEN ? AND ? ORDER BY id LIMIT ?")
+        with self._lock:
+            rows = self._read(query, (*keys, start, end, most))
+        return [dict(zip(names, row, strict=True)) for row in rows]
+
+    def add_days(self, rows: Sequence[tuple[Any, ...]], accounted: Mapping[str, float]) -> None:
+        """Add to what days brought (rows as DAY_KEYS), and note up to where, in one transaction."""
+        text = msgspec.json.encode(accounted).decode()
+        with self._lock:
+            if self._meta.get(ACCOUNTED) == text:
+                return
+            self._meta[ACCOUNTED] = text
+            self._save_quietly([*((_ADD_DAY, row) for row in rows),
+                                ("INSERT OR REPLACE INTO meta VALUES(?,?)", (ACCOUNTED, text))])
+
+    def days(self, since_day: int) -> list[dict[str, Any]]:
+        """What each day since `since_day` (unix days, UTC) brought each target."""
+        with self._lock:
+            rows = self._read("SELECT * FROM days WHERE day>=? ORDER BY day, target", (since_day,))
+        return [dict(zip(DAY_KEYS, row, strict=True)) for row in rows]
+
     # ---- what is owed ----
 
     def owed(self, channel: str) -> list[Notice]:
@@ -222,7 +285,7 @@ class Store:
         """When each alert's latest firing was delivered to `channel`, by the message's key."""
         query = (
             "SELECT key, MAX(done_at) FROM notices"
-            " WHERE state='delivered' AND channel=? AND status='firing' GROUP BY key"
+            " WHERE state='delivered' AND message<>'' AND channel=? AND status='firing' GROUP BY key"
         )
         with self._lock:
             return dict(self._read(query, (channel,)))
@@ -279,8 +342,13 @@ class Store:
         """Forget what is too old: transitions, delivered and rejected notices, frames by resolution."""
         with self._lock:
             soft: list[_Row] = [("DELETE FROM transitions WHERE at<?", (now - TRANSITIONS_KEPT_S,))]
-            for state, kept_s in (("delivered", DELIVERED_KEPT_S), ("rejected", TRANSITIONS_KEPT_S)):
-                soft.append(("DELETE FROM notices WHERE state=? AND done_at<?", (state, now - kept_s)))
+            soft.append(("DELETE FROM notices WHERE state<>'pending' AND done_at<?", (now - TRANSITIONS_KEPT_S,)))
+            soft.append(("UPDATE notices SET message='' WHERE state='delivered' AND message<>'' AND done_at<?",
+                         (now - DELIVERED_KEPT_S,)))
+            soft.append(("DELETE FROM incidents WHERE ended_at<?", (now - TRANSITIONS_KEPT_S,)))
+            oldest = "SELECT id FROM incidents ORDER BY opened_at DESC LIMIT -1 OFFSET ?"
+            soft.append((f"DELETE FROM incidents WHERE id IN ({oldest})", (MOST_INCIDENTS,)))  # noqa: S608  (ours)
+            soft.append(("DELETE FROM days WHERE day<?", ((now - TRANSITIONS_KEPT_S) // 86400,)))
             soft += [("DELETE FROM frames WHERE res=? AND at<?", (r, now - age)) for r, age in frame_ages_s.items()]
             self._save_quietly([], soft)
             self._count()
@@ -448,7 +516,7 @@ class Store:
 
     def _count(self) -> None:
         self._counts.clear()
-        query = "SELECT channel, state, COUNT(*) FROM notices WHERE state<>'pending' GROUP BY channel, state"
+        query = "SELECT channel, state, COUNT(*) FROM notices WHERE state<>'pending' AND message<>'' GROUP BY 1, 2"
         for channel, state, number in self._read(query, ()):
             self._counts[channel][state] = number
 
@@ -510,7 +578,10 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
             "install the newer one, or move the file away and start without it"
         )
     if version == 0:
-        db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        db.executescript(f"BEGIN; {_SCHEMA} {''.join(_ADDED.values())} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+    elif version < SCHEMA_VERSION:
+        added = "".join(text for number, text in _ADDED.items() if number > version)
+        db.executescript(f"BEGIN; {added} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
 
 
 def _is_silenced(alert: str) -> bool:

@@ -401,6 +401,17 @@ def past_runs(settings_: Config) -> list[dict[str, Any]]:
         fail(unreadable(daemon.root_of(settings_), error))
 
 
+def review(settings_: Config, since: float) -> dict[str, Any]:
+    """What `tocsin review` says of the drills since a time (unix seconds): held, missed, verdicts, open actions."""
+    from drills import daemon, history
+
+    try:
+        return history.reviewed(daemon.root_of(settings_), since)
+    except OSError as error:
+        why = unreadable(daemon.root_of(settings_), error)
+    return {"held": None, "missed": None, "verdicts": {}, "actions": [], "why": why}
+
+
 def from_drilld(settings_: Config, path: str, denied: OSError) -> Any:
     """What drilld tells; where it does not, why the disk could not be read."""
     from agent import client

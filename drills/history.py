@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from drills import ledger, record
+from drills import ledger, record, report
 from drills.ledger import Entry
 from drills.model import Left, State, Verdict
 
@@ -17,6 +18,31 @@ def runs(root: Path) -> list[dict[str, Any]]:
     """One row a run, oldest first, as `tocsin drill history --json` gives them."""
     found = (record.load(folder) for folder in ledger.run_folders(root / "runs"))
     return [row_of(one) for one in found if one is not None]
+
+
+def reviewed(root: Path, since: float) -> dict[str, Any]:
+    """What a review says of the drills since a time: how they ended, which were missed, and what is still to be done.
+
+    Missed: due and never held. The actions are those that the last run of each drill leaves open.
+    """
+    verdicts: Counter[str] = Counter()
+    missed: list[str] = []
+    last: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for folder in ledger.run_folders(root / "runs"):
+        told = record.load(folder)
+        if told is None:
+            continue
+        if told["verdict"] not in (Verdict.SKIPPED, Verdict.DEFERRED):
+            last[told["drill"]["name"]] = (folder, told)
+        if (told["started_at"] or told["planned_at"] or 0.0) >= since:
+            verdicts[str(told["verdict"])] += 1
+            missed += [told["run"]] if told["verdict"] == Verdict.SKIPPED else []
+    held = sum(n for verdict, n in verdicts.items() if verdict not in (Verdict.SKIPPED, Verdict.DEFERRED))
+    actions = [{"what": f"{action['row']}: {action['text']}", "run": action["run"], "owner": action["owner"],
+                "due_at": action["due_at"]} for folder, told in last.values()
+               for action in report.actions(told, report.earlier_runs(told, folder))
+               if action["state"].startswith("open")]
+    return {"held": held, "missed": missed, "verdicts": dict(verdicts), "actions": actions, "why": None}
 
 
 def row_of(told: dict[str, Any]) -> dict[str, Any]:

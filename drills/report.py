@@ -6,8 +6,6 @@ folder and those beside it: no clock, no network.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,12 +13,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as tree  # noqa: N813  (it writes; nothing foreign is read)
 
-import jinja2
 import msgspec
 from markupsafe import Markup
 
-from drills import definition, escape, plots
-from drills.escape import DAY_S, UNKNOWN, instant, number
+from agent import escape, forms
+from agent.escape import DAY_S, UNKNOWN, instant, number
+from drills import definition, plots
 from drills.judge import EVIDENCE, k_of_n
 from drills.model import Request, Verdict
 
@@ -212,7 +210,7 @@ def hypothesis(record: Map) -> str:
     if load:
         goodput, within = number(holds.get("goodput")), holds.get("goodput_within_s")
         if goodput is not None:
-            said.append(f"{escape.share(goodput)} of {_count(load.get('rate_per_s'))} requests/s are answered well"
+            said.append(f"{escape.share(goodput)} of {forms.count(load.get('rate_per_s'))} requests/s are answered well"
                         f" within {escape.span(within)}")
         for name in ("ttft", "itl"):
             limit = holds.get(f"{name}_p99")
@@ -419,26 +417,8 @@ SIGNS: Mapping[str, str] = {"PASS": "good", "FAIL": "bad", "ORPHANED": "bad", "I
                             "INCONCLUSIVE": "unsure"}
 
 
-def _environment(*, autoescape: bool) -> jinja2.Environment:
-    # Markdown is escaped by the filter `cell`, which every text goes through there.
-    made = jinja2.Environment(loader=jinja2.PackageLoader("drills"), autoescape=autoescape, trim_blocks=True,  # noqa: S701
-                              lstrip_blocks=True, keep_trailing_newline=True)
-    made.filters |= {"utc": escape.utc, "day": escape.day, "span": escape.span, "offset": escape.offset,
-                     "share": escape.share, "cell": escape.cell, "fenced": escape.fenced, "count": _count,
-                     "known": _known, "sign": lambda x: SIGNS.get(x, "none")}
-    return made
-
-
-def _known(value: Any) -> Any:
-    return UNKNOWN if value is None or value == "" or isinstance(value, jinja2.Undefined) else value
-
-
-def _count(value: object) -> str:
-    found = number(value)
-    return UNKNOWN if found is None else f"{found:g}" if found != int(found) else f"{found:.0f}"
-
-
-MARKDOWN, HTML = _environment(autoescape=False), _environment(autoescape=True)
+MARKDOWN, HTML = (forms.environment("drills", autoescape=autoescape, filters={"sign": lambda x: SIGNS.get(x, "none")})
+                  for autoescape in (False, True))
 
 
 def _markdown(found: Map) -> str:
@@ -446,16 +426,13 @@ def _markdown(found: Map) -> str:
 
 
 def _html(found: Map) -> str:
-    """One page, which loads nothing, runs nothing, and has one style: its own, known by its hash."""
-    css = (Path(__file__).parent / "templates" / "report.css").read_text() + "".join(p.css for p in found["plots"])
-    digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
     drawn = [{"title": p.title, "svg": Markup(p.svg)} for p in found["plots"]]  # noqa: S704  (drawn by us from numbers)
-    return HTML.get_template("report.html.j2").render({**found, "plots": drawn, "css": Markup(css), "digest": digest})  # noqa: S704
+    css = "".join(p.css for p in found["plots"])
+    return forms.page(HTML.get_template("report.html.j2"), {**found, "plots": drawn}, css)
 
 
 def _json(found: Map) -> str:
-    plain = {key: value for key, value in found.items() if key != "plots"}
-    return msgspec.json.format(msgspec.json.encode(plain), indent=1).decode() + "\n"
+    return forms.as_json({key: value for key, value in found.items() if key != "plots"})
 
 
 def _junit(found: Map) -> str:

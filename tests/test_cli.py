@@ -24,6 +24,7 @@ from agent.model import Rule
 from agent.web.app import PRIVATE, make_app
 from agent.web.server import serve_unix
 from agent.words import place
+from tests import told_incident
 from tests.receiver import Receiver, Reply
 from tests.test_web import CATALOGUE, NOW, FakeView
 
@@ -517,7 +518,7 @@ def test_help_has_one_line_for_each_command(cli: Cli) -> None:
     told = dict(line.strip().split(None, 1) for line in lines if line.strip())
     assert code == 0
     assert set(told) == {"run", "check", "doctor", "alerts", "record", "backtest", "config", "notify", "rules", "drill",
-                         "drilld", "report", "silence", "unsilence", "maintenance", "advise"}
+                         "drilld", "report", "review", "silence", "unsilence", "maintenance", "advise"}
     assert not [line for line in lines if line.endswith("...")]
     assert "config check" in told["config"]
     assert "rules list" in told["rules"]
@@ -527,7 +528,7 @@ def test_help_has_one_line_for_each_command(cli: Cli) -> None:
     for words in (*plain, *drill, ["config", "check"], ["notify", "test"], ["rules", "list"]):
         out = cli(*words, "--help")[1]
         assert "--config FILE" in out, words
-        silent = words[0] in ("run", "record", "drilld", "report") or words == ["drill", "unit"]
+        silent = words[0] in ("run", "record", "drilld") or words == ["drill", "unit"]
         assert ("--json" in out) is not silent, words
 
 
@@ -672,3 +673,45 @@ def test_nobody_to_tell(cli: Cli) -> None:
     """No channel at all: that is what a test should find first."""
     code, _, err = cli("notify", "test")
     assert (code, "nobody is told" in err) == (3, True)
+
+
+# ---- incidents, reviews ----
+
+
+def test_an_incident_s_postmortem(cli: Cli, view: FakeView, tmp_path: Path) -> None:
+    """By its id, as Markdown, to a file as HTML; the list where none is named; a wrong id says how to find it."""
+    code, out, _ = cli("report", "incident", "last")
+    assert (code, out.splitlines()[0]) == (0, f"# Incident {told_incident.record()['id']}")
+    name = told_incident.record()["id"]
+    assert cli("report", "incident", name, "--format", "html", "-o", f"{tmp_path}/x.html")[0] == 0
+    assert (tmp_path / "x.html").read_text().startswith("<!DOCTYPE html>")
+    assert json.loads(cli("report", "incident", "last", "--json")[1])["times"]["detect_s"] == 30.0
+    code, out, _ = cli("report", "incident")
+    assert code == 0
+    assert "gpu-thermal-limit on GPU 3 on gpu-17" in out
+    code, _, err = cli("report", "incident", "nine")
+    assert (code, "`tocsin report incident` lists them" in err) == (2, True)
+    assert cli("report", "incident", "last", "--format", "junit")[0] == 2
+
+
+def test_a_review_and_its_exit_code(cli: Cli, view: FakeView) -> None:
+    """0 where what was promised was kept, 1 where it was not; drills that nobody ran are none."""
+    code, out, _ = cli("review", "--last", "30d")
+    assert code == 0
+    assert "No request was counted" in out
+    assert "Pages: 2 incidents of 4 alerts, 20 min in all, the longest 10 min; 0 over within 5 min" in out.replace(
+        "300 s", "5 min")
+    view.days = [{"day": 20_000, "target": "llama", "requests": 1000.0, "errors": 10.0, "ttft": 0.0, "ttft_slow": 0.0,
+                  "itl": 0.0, "itl_slow": 0.0}]
+    code, out, _ = cli("review")
+    assert code == 1
+    assert "NO" in out
+    answer = json.loads(cli("review", "--json")[1])
+    assert answer["targets"][0]["budget_spent"] == pytest.approx(10.0)  # 1 % failed, 0.1 % was allowed
+    assert answer["drills"]["held"] in (0, None)
+
+
+def test_without_an_agent_there_is_nothing_to_review(cli: Cli) -> None:
+    """Exit 3, and what to do."""
+    assert cli("review")[0] == 3
+    assert cli("report", "incident", "last")[0] == 3

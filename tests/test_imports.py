@@ -47,6 +47,13 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.evaluate": Row("agent.model"),
     "agent.words": Row("agent.model"),
     "agent.incidents": Row("agent.model"),
+    "agent.impact": Row("agent.signals agent.stats"),
+    "agent.records": Row("agent agent.impact agent.incidents agent.model agent.signals"),
+    "agent.review": Row("agent agent.model agent.noise"),
+    # What reports are written with, an incident's and a drill's.
+    "agent.escape": Row(),
+    "agent.forms": Row("agent agent.escape", "base64 importlib jinja2 markupsafe msgspec"),
+    "agent.postmortem": Row("agent agent.escape agent.forms agent.noise agent.words"),
     "agent.trend": Row("agent.model"),
     "agent.advise": Row("agent.words"),
     "agent.facts": Row("agent.binds agent.model agent.signals"),
@@ -55,7 +62,8 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.noise": Row(),
     "agent.node": Row(
         "agent agent.binds agent.evaluate agent.facts agent.hardware agent.hardware.history agent.hardware.table"
-        " agent.hardware.verdict agent.incidents agent.model agent.signals agent.silences agent.windows agent.words"
+        " agent.hardware.verdict agent.impact agent.incidents agent.model agent.records agent.signals agent.silences"
+        " agent.windows agent.words"
     ),
     "agent.engines": Row("agent.model", "importlib msgspec yaml"),  # its maps, read from the package
     "agent.engines.trtllm_json": Row("agent.exposition agent.model", "msgspec"),
@@ -143,8 +151,8 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sdnotify": Row("", "os socket time"),
     "agent.client": Row("", "http pathlib socket"),
     "agent.loop": Row(
-        "agent agent.model agent.node agent.noise agent.notifiers agent.outbox agent.signals agent.silences agent.store"
-        " agent.trend agent.web.metrics agent.windows",
+        "agent agent.impact agent.model agent.node agent.noise agent.notifiers agent.outbox agent.review agent.signals"
+        " agent.silences agent.store agent.trend agent.web.metrics agent.windows",
         WORLD,
     ),
     "agent.daemon": Row(
@@ -169,8 +177,8 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "agent.__main__": Row(
         "agent agent.advise_commands agent.backtest agent.client agent.config agent.model agent.notifiers"
-        " agent.notifiers.trial agent.oneshot agent.record agent.show agent.signals agent.silences agent.sources.nvml"
-        " agent.strict agent.words drills drills.cli drills.config rules",
+        " agent.notifiers.trial agent.oneshot agent.postmortem agent.record agent.show agent.signals agent.silences"
+        " agent.sources.nvml agent.strict agent.words drills drills.cli drills.config rules",
         "msgspec os pathlib shlex signal sys threading typer",
     ),
     "runbooks": Row(),
@@ -180,13 +188,12 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.prober": Row("agent.retry_after drills.completion drills.model", WORLD),
     "drills.model": Row(),
     "drills.judge": Row("drills.model"),
-    "drills.escape": Row(),
     "drills.definition": Row("drills.model", "msgspec yaml"),
     "drills.plots": Row("drills.model", "pygal sys xml.etree"),
     # Its run's own folder and those beside it; no clock, no network.
     "drills.report": Row(
-        "drills drills.definition drills.escape drills.judge drills.model drills.plots",
-        "base64 jinja2 markupsafe msgspec pathlib xml.etree",
+        "agent agent.escape agent.forms drills drills.definition drills.judge drills.model drills.plots",
+        "markupsafe msgspec pathlib xml.etree",
     ),
     "drills.cron": Row("agent agent.daytime agent.strict drills.model", "cronsim zoneinfo"),
     "drills.config": Row("agent agent.config agent.daytime agent.model agent.strict drills drills.cron drills.model"),
@@ -247,7 +254,7 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.record": Row(
         "drills drills.judge drills.ledger drills.model drills.owner drills.report", "importlib msgspec pathlib"
     ),
-    "drills.history": Row("drills drills.ledger drills.model drills.record", WORLD),
+    "drills.history": Row("drills drills.ledger drills.model drills.record drills.report", WORLD),
     "drills.unit": Row("drills.model", "pathlib"),
     "drills.hit": Row("agent.config drills drills.model drills.proc"),
     "drills.runner": Row(
@@ -268,10 +275,11 @@ MAY_IMPORT: dict[str, Row] = {
         "getpass json msgspec os pathlib structlog sys time traceback typer",
     ),
 }
-# The agent's client, nouns and configuration file, and the catalogue by which rules are checked; never its inside.
+# The agent's client, nouns and configuration file, the catalogue by which rules are checked, and what reports are
+# written with; never its inside.
 AGENT_FOR_DRILLS = {
-    "agent", "agent.client", "agent.config", "agent.daytime", "agent.model", "agent.retry_after", "agent.sdnotify",
-    "agent.signals", "agent.strict",
+    "agent", "agent.client", "agent.config", "agent.daytime", "agent.escape", "agent.forms", "agent.model",
+    "agent.retry_after", "agent.sdnotify", "agent.signals", "agent.strict",
 }
 # The one module that speaks to Kubernetes, for both: imports nothing of ours, and loads its library where it is used.
 CLUSTER_FOR_AGENT = {"drills", "drills.cluster"}

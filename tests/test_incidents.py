@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from agent.incidents import Incident, Step, can_cause, from_plain, group
+from agent.incidents import Incident, Step, can_cause, chain, from_plain, group
 from agent.model import Alert, Rule, Severity
 
 RULES = tuple(
@@ -173,3 +173,12 @@ def test_it_survives_being_written_down() -> None:
     story.at(0, ("rank-straggler", "llama"))
     plain = msgspec.json.decode(msgspec.json.encode({k: asdict(i) for k, i in story.step.open.items()}))
     assert {k: from_plain(told) for k, told in plain.items()} == story.step.open
+
+
+def test_the_chain_names_each_step_and_no_short_cut() -> None:
+    """GPU -> rank -> ITL and queue -> TTFT; the GPU's own arrow to TTFT says nothing that these do not."""
+    fired = ("ttft-p99", "gpu-thermal-limit", "itl-p99", "rank-straggler", "queue-age", "other")
+    assert sorted(chain(fired, CAUSES)) == [
+        ("gpu-thermal-limit", "rank-straggler"), ("queue-age", "ttft-p99"), ("rank-straggler", "itl-p99"),
+        ("rank-straggler", "queue-age")]
+    assert chain(("gpu-thermal-limit", "ttft-p99"), CAUSES) == [("gpu-thermal-limit", "ttft-p99")]

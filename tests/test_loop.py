@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agent import client
+from agent import client, postmortem
 from agent.daemon import DATABASE
 from agent.loop import Agent, Collector, doctor_report
 from agent.model import Batch, EngineFacts, Found, Gap, GpuFacts, Sample, Severity, Why
 from agent.node import Node, Setup
 from agent.notifiers import Channel, Route, Wanted
+from agent.notifiers.pagerduty import PagerDuty
 from agent.notifiers.webhook import Webhook
 from agent.outbox import Outbox
 from agent.show import check_report
@@ -848,3 +849,56 @@ def test_the_curves_of_the_page_outlive_a_kill(life: Life) -> None:
     assert 36 <= len(fine) <= 49  # the minute under way when it was killed may be lost
     assert [value for _, value in day][-2:] == [0.75, 0.5]
     assert len(day) <= 6
+
+
+def test_an_incident_is_kept_with_its_worst_value_and_can_be_reported(life: Life) -> None:
+    """At 91 °C, then 97, then cool: the record outlives a kill, and its postmortem names the 97 and both deliveries."""
+    life.rules = ("gpu-temperature", "gpu-thermal-limit")
+    temps = [61.0] * 3 + [91.0] * 9 + [97.0] * 2 + [91.0] * 3 + [61.0] * 40
+    source = Scripted("nvml", lambda now: hot(now, temp_c=temps[min(len(temps) - 1, int((now - T0) // POLL_S) - 1)]))
+    with Receiver() as receiver:
+        agent = life.start(source, channels=[PagerDuty("pagerduty", lambda: "k" * 32, receiver.url)])
+        assert agent.outbox is not None
+        life.tick(14)
+        (open_,) = agent.incident_list(0.0)
+        assert (open_["ended_at"], open_["members"][0]["worst"]) == (None, -12.0)  # 97 of 85 °C
+        life.kill()
+        agent = life.start(source, channels=[PagerDuty("pagerduty", lambda: "k" * 32, receiver.url)])
+        life.tick(40)
+        assert agent.outbox is not None
+        for worker in agent.outbox.workers:
+            worker.step()
+            worker.step()
+        told = agent.incident_told("last")
+        assert told is not None
+        found = postmortem.view(told)
+        assert agent.incident_told("no-such") is None
+    (row,) = found["alerts"]
+    assert (row["rule"], row["worst"], row["limit"], row["role"]) == ("gpu-thermal-limit", "-12 K", "0 K", "cause")
+    assert found["header"]["state"] == "over"
+    assert found["header"]["cause"] == "gpu-thermal-limit on GPU 0 on gpu-17"
+    whats = [one["what"] for one in found["timeline"]]
+    assert whats[0] == "threshold crossed"
+    assert [what for what in whats if "delivered" in what] == ["firing delivered to pagerduty",
+                                                               "resolved delivered to pagerduty"]
+    assert [one["event_action"] for one in (a.json for a in receiver.arrivals)][-1] == "resolve"
+
+
+def test_what_a_day_brought_is_counted_through_a_restart(life: Life) -> None:
+    """10 requests a poll, one of them failed: a review after a kill has them all, but for the minute under way."""
+    polls = 0
+
+    def served(now: float) -> Batch:
+        nonlocal polls
+        polls += 1
+        finished = {"finished.stop": 9.0 * polls, "finished.error": 1.0 * polls}
+        return engine({"running": 1.0, "waiting": 0.0, **finished})(now)
+
+    life.start(Scripted("engine:llama", served))
+    life.tick(30)
+    agent = life.start(Scripted("engine:llama", served))
+    life.tick(30)
+    (row,) = agent.review(86400.0)["targets"]
+    assert row["errors"] * 10 == row["requests"]
+    assert 450 <= row["requests"] <= 590
+    assert (row["slo"][0]["attained"], row["slo"][0]["kept"]) == (0.9, False)

@@ -152,6 +152,8 @@ def test_pruning_keeps_what_somebody_may_ask_for(store: Store) -> None:
     store.prune(now, {"raw": 3900.0})
     assert [(now - row["at"]) / DAY_S for row in store.transitions()] == [399.0, 8.0, 6.0]
     assert store.outbox_counts() == {"w": {"pending": 4, "delivered": 1}}
+    sent = store.notices_of([message().key], 0.0, now)
+    assert [(now - row["done_at"]) / DAY_S for row in sent] == [399.0, 8.0, 6.0]  # that it was sent is kept, not what
     assert [now - row.at for row in store.frames(0.0)] == [3000.0]
 
 
@@ -188,8 +190,55 @@ def test_a_newer_schema_is_not_touched(store: Store, path: Path) -> None:
     """After a downgrade the old version must not guess at tables that it does not know."""
     store._db.execute("PRAGMA user_version=99")
     store.close()
-    with pytest.raises(StoreError, match=r"written by a newer Tocsin \(schema 99, this one knows 1\); install"):
+    with pytest.raises(StoreError, match=r"written by a newer Tocsin \(schema 99, this one knows 2\); install"):
         Store(path)
+
+
+def test_an_older_schema_is_brought_up_to_date(store: Store, path: Path) -> None:
+    """An upgrade in the middle of a night: what was owed and known is there, and what is new can be kept."""
+    book = Book({("gpu-temperature", "GPU-1"): HOT})
+    store.commit_tick(130.0, book, [Transition("firing", 130.0, HOT)], [("webhook", message())])
+    for name in ("TABLE incidents", "TABLE days", "INDEX transitions_by_time", "INDEX notices_by_key"):
+        store._db.execute(f"DROP {name}")
+    store._db.execute("PRAGMA user_version=1")
+    again = reopened(store)
+    try:
+        assert again.load_book() == book
+        assert len(again.owed("webhook")) == 1
+        assert again.incidents() == []
+        again.add_days([(20_000, "llama", 10.0, 1.0, 9.0, 2.0, 90.0, 3.0)], {"llama": 5.0})
+        assert len(again.days(0)) == 1
+    finally:
+        again.close()
+
+
+def incident(name: str, opened_at: float, ended_at: float | None) -> dict[str, object]:
+    """A record, as far as the store knows it."""
+    return {"id": name, "opened_at": opened_at, "ended_at": ended_at, "members": []}
+
+
+def test_incidents_are_kept_with_their_tick_and_changed_by_a_later_one(store: Store) -> None:
+    """Killed right after the page: the incident is there; its end replaces it, and an old one goes."""
+    now = 500 * DAY_S
+    store.commit_tick(now, Book(), incidents=[incident("a", 10.0, 20.0), incident("b", now, None)])
+    again = reopened(store)
+    try:
+        again.commit_tick(now, Book(), incidents=[incident("b", now, now + 60.0)])
+        assert [(one["id"], one["ended_at"]) for one in again.incidents()] == [("a", 20.0), ("b", now + 60.0)]
+        assert [one["id"] for one in again.incidents(now)] == ["b"]
+        again.prune(now, {})
+        assert [one["id"] for one in again.incidents()] == ["b"]
+    finally:
+        again.close()
+
+
+def test_days_add_up_and_none_counts_twice(store: Store) -> None:
+    """Each minute adds to its day in one transaction with up to where it was counted; handed in again it is nothing."""
+    for at in (60.0, 120.0, 120.0):
+        store.add_days([(0, "llama", 10.0, 1.0, 9.0, 2.0, 90.0, 3.0)], {"llama": at})
+    assert store.days(0) == [{"day": 0, "target": "llama", "requests": 20.0, "errors": 2.0, "ttft": 18.0,
+                              "ttft_slow": 4.0, "itl": 180.0, "itl_slow": 6.0}]
+    assert store.meta("accounted") == {"llama": 120.0}
 
 
 @pytest.mark.parametrize("damage", ["no database at all", "a page of zeros"])

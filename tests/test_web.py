@@ -20,13 +20,14 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent import client, noise, sdnotify
+from agent import client, noise, review, sdnotify
 from agent import silences as mutes
-from agent.model import Alert, AlertKey, Announcement, Book, IncidentMessage, Rule, Signal, SignalSpec, Why
+from agent.model import Alert, AlertKey, Announcement, Book, IncidentMessage, Rule, Signal, SignalSpec, Slo, Why
 from agent.signals import SIGNALS
 from agent.web.app import PRIVATE, PUBLIC, Point, allowed_hosts, host_name, make_app
 from agent.web.metrics import SourceStat, metric_name
 from agent.web.server import CannotServe, Server, serve_tcp, serve_unix, split_address
+from tests import told_incident
 from tests.needs import need
 
 NOW = 1_000_000.0
@@ -53,6 +54,8 @@ class FakeView:
         self.told: list[tuple[Any, ...]] = []
         self.muted: tuple[mutes.Silence, ...] = ()
         self.changes: list[dict[str, Any]] = []
+        self.days: list[dict[str, Any]] = []
+        self.slo = Slo(written=True)
         self.checked: dict[str, Any] = {"verdict": "page", "node": "gpu-17", "signals": []}
 
     def check(self) -> dict[str, Any]:
@@ -64,6 +67,16 @@ class FakeView:
         found = [{"code": "temperature.limit"}, {"code": "temperature.high"}]
         return {"verdict": "page", "node": "gpu-17", "why": None, "node_findings": [], "node_unchecked": [], "gpus": [
             {"subject": "GPU-1", "verdict": "DRAIN", "findings": found, "unchecked": []}]}
+
+    def incident_list(self, since: float) -> list[dict[str, Any]]:
+        return [one for one in (told_incident.record(), told_incident.record(3.0)) if one["opened_at"] >= since]
+
+    def incident_told(self, name: str) -> dict[str, Any] | None:
+        return told_incident.told() if name in ("last", told_incident.record()["id"]) else None
+
+    def review(self, last_s: float) -> dict[str, Any]:
+        end = told_incident.START + 1000.0
+        return review.review(self.days, self.incident_list(0.0), [], lambda name: self.slo, end - last_s, end)
 
     def alerts(self, include_resolved: bool) -> list[dict[str, Any]]:
         firing = {"rule": "gpu-temperature", "subject": "GPU-1", "state": "firing", "severity": "ticket",
@@ -665,3 +678,19 @@ def test_every_signal_has_a_name_as_a_metric(spec: SignalSpec) -> None:
     """A signal with a new unit was added, and the first scrape that met it failed as a whole."""
     assert metric_name(spec).startswith("tocsin_")
     assert spec.help
+
+
+def test_incidents_and_reviews_are_told_on_the_socket(view: FakeView, tmp_path: Path) -> None:
+    """For `tocsin report incident` and `tocsin review`: an id has slashes in it, and a wrong one says what to do."""
+    server = serve_unix(make_app(view, CATALOGUE, lambda: NOW, routes=PRIVATE), tmp_path / "s")
+    try:
+        name = told_incident.record()["id"]
+        assert client.ask(tmp_path / "s", f"/incidents/{name}") == told_incident.told()
+        assert client.ask(tmp_path / "s", "/incidents?since=0")[0]["id"] == name
+        assert client.ask(tmp_path / "s", "/review?last=30d")["pages"]["incidents"] == 2
+        for wrong, status in (("/incidents/none", 404), ("/incidents?since=x", 400), ("/review?last=soon", 400)):
+            with pytest.raises(client.AgentError) as error:
+                client.ask(tmp_path / "s", wrong)
+            assert error.value.status == status
+    finally:
+        server.close()

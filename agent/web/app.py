@@ -101,6 +101,15 @@ class View(Protocol):
     def announce(self, told: Announcement) -> None:
         """A drill says which alerts it will cause, and on what. Raises LookupError: no channel of that name."""
 
+    def incident_list(self, since: float) -> list[dict[str, Any]]:
+        """The records of incidents that were open at `since` or later, the newest first."""
+
+    def incident_told(self, name: str) -> dict[str, Any] | None:
+        """All that a postmortem is made of, by an incident's id, the end of it, or "last"; None: there is no such."""
+
+    def review(self, last_s: float) -> dict[str, Any]:
+        """Service levels kept, budget spent and pages of the last so many seconds."""
+
     def traffic(self, since: float) -> dict[str, dict[str, Any]]:
         """Requests since a time, (unix seconds, count so far): {"replicas": {engine: rows}, "routers": {router:
         {"requests": rows, "attempts": rows or []}}}.
@@ -368,6 +377,29 @@ def _traffic(request: Request) -> Reply:
         raise BadRequest(f"since={since}: write unix seconds") from None
 
 
+def _incidents(request: Request) -> Reply:
+    since = request.query.get("since", "0")
+    try:
+        return _json(request.view.incident_list(float(since)))
+    except ValueError:
+        raise BadRequest(f"since={since}: write unix seconds") from None
+
+
+def _incident(request: Request) -> Reply:
+    told = request.view.incident_told(request.rest)
+    if told is None:
+        return plain_text("404 Not Found", f"there is no incident {request.rest!r}; /incidents lists them")
+    return _json(told)
+
+
+def _review(request: Request) -> Reply:
+    last = request.query.get("last", "90d")
+    try:
+        return _json(request.view.review(duration_s(last)))
+    except Unfit as fault:
+        raise BadRequest(f"last={last}: {fault}") from fault
+
+
 def _end_announcement(request: Request) -> Reply:
     request.view.end_announcement(request.query.get("run", ""))
     return _json({"ok": True})
@@ -421,6 +453,9 @@ PRIVATE: Routes = {
     "/nvml/reopen": {"POST": _reopen},
     "/nvml/processes": {"GET": _gpu_processes},
     "/traffic": {"GET": _traffic},
+    "/incidents": {"GET": _incidents},
+    "/incidents/": {"GET": _incident},
+    "/review": {"GET": _review},
     "/user": {"POST": _user},
     "/drills/announce": {"POST": _announce},
     "/drills/end": {"POST": _end_announcement},

@@ -23,7 +23,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drills import escape, plots, report
+from agent import escape
+from drills import plots, report
 from drills.config import drills_of
 from drills.judge import Alarm, Counts, Delivery, Evidence, Restart, judge
 from drills.model import Command, Drill, Left, Load, Plan, Request, State, Verdict
@@ -588,9 +589,11 @@ def test_render_is_what_is_written(runs: tuple[Path, Path]) -> None:
 def test_templates_are_in_the_package() -> None:
     """From a checkout it worked; the wheel had no templates."""
     wheel = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
-    assert "drills" in wheel["targets"]["wheel"]["packages"]  # hatch takes whole folders
-    folder = Path(report.__file__).parent / "templates"
-    assert sorted(p.name for p in folder.iterdir()) == ["report.css", "report.html.j2", "report.md.j2"]
+    shipped = {"drills": ["report.html.j2", "report.md.j2"],
+               "agent": ["incident.html.j2", "incident.md.j2", "report.css"]}
+    for package, names in shipped.items():
+        assert package in wheel["targets"]["wheel"]["packages"]
+        assert sorted(p.name for p in (Path(__file__).parents[2] / package / "templates").iterdir()) == names
 
 
 # --- plots -----------------------------------------------------------------------------------------------------------

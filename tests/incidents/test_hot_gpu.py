@@ -8,6 +8,8 @@ ranks would write, PagerDuty and Slack are receivers that keep what they get, an
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 
 from agent.model import alert_name
-from tests.agent_process import AgentProcess
+from tests.agent_process import ROOT, AgentProcess
 from tests.alertmanager import RealAlertmanager
 from tests.fake_nvml.build import build
 from tests.incidents.test_spine import free_port
@@ -136,6 +138,8 @@ def test_a_hot_gpu_is_one_page_that_names_it(tmp_path: Path) -> None:
                         for row in changes))
         fired = [row["rule"] for row in changes if row["state"] == "firing" and row["severity"] == "page"]
         counts = hook.alerts()
+        command = [sys.executable, "-m", "agent", "report", "incident", "last", "--config", str(agent.path)]
+        report = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     assert (fired[0], sorted(fired)) == (PAGES[0], sorted(PAGES))  # the cause first, each once
     events = said(pagerduty.arrivals)
@@ -152,3 +156,7 @@ def test_a_hot_gpu_is_one_page_that_names_it(tmp_path: Path) -> None:
     assert ended["text"].startswith("Resolved: ")
     got = {rule: [counts.count((state, alert_name(rule))) for state in ("firing", "resolved")] for rule in PAGES}
     assert got == {rule: [1, 1] for rule in PAGES}  # to Alertmanager every alert goes
+    for line in ("| cause | gpu-thermal-limit on GPU 3 on gpu-17 |", "- gpu-thermal-limit can cause rank-straggler",
+                 "- rank-straggler can cause itl-p99", "- queue-age can cause ttft-p99", "firing delivered to slack",
+                 "resolved delivered to pagerduty", "| gpu-thermal-limit | cause | GPU 3 on gpu-17 | -2 K | 0 K |"):
+        assert line in report, report
