@@ -44,6 +44,7 @@ from agent.sources.engine import EngineSource
 from agent.sources.fetch import is_local
 from agent.sources.gpu_devices import GpuDevices
 from agent.sources.kernel_log import KernelLog
+from agent.sources.pod_resources import PodResourcesSource, may_ask
 from agent.sources.pods import PodsSource
 from agent.sources.probe import CanarySource
 from agent.sources.router import RouterSource
@@ -121,6 +122,8 @@ def discoveries(config: Config, env: Mapping[str, str]) -> list[Source]:
     found: list[Source] = [DiscoverySource()]
     if env.get("NODE_NAME") and cluster.configured():  # a person's KUBECONFIG alone makes this machine no node
         found.append(PodsSource(env["NODE_NAME"]))
+    if may_ask():
+        found.append(PodResourcesSource())
     return found
 
 

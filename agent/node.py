@@ -6,7 +6,7 @@ The loop, a back-test and `tocsin check` without an agent all drive this one thi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -96,6 +96,7 @@ class Learned:
     hardware: dict[str, Any] = field(default_factory=dict)  # as History.saved gives it
     kernel_log: dict[str, Any] = field(default_factory=dict)  # up to where it was read
     gpu_count: int = 0  # the most that were seen at once
+    gpus_allocatable: int = 0  # the most that the kubelet gave to pods
     nvlinks: dict[str, int] = field(default_factory=dict)  # uuid -> bit mask of links that were up in this boot
     marks: dict[str, dict[str, Any]] = field(default_factory=dict)  # engine -> what binds it since when, a binds.Mark
 
@@ -115,6 +116,7 @@ class Node:
         self._looked_at: dict[str, float] = {}  # discovery -> when it last told what there is
         self._pods: dict[str, tuple[PodFacts, ...]] = {}  # who tells -> pods of this node
         self.workloads: tuple[str, ...] = ()  # that are watched in the whole cluster
+        self.processes: dict[str, FoundEngine] = {}  # address -> the engine in a pod here that listens there
         self.pids: dict[int, FoundEngine] = {}  # port -> the engine on this machine that listens there
         self.gpus: dict[str, GpuFacts] = {}
         self.gpu_seen_at: dict[str, float] = {}
@@ -187,6 +189,9 @@ class Node:
             self._pods[batch.source] = batch.pods
         if batch.workloads is not None:
             self.workloads = batch.workloads
+        for reading in batch.readings if batch.source == "pod-resources" else ():
+            if isinstance(reading, Sample):
+                self.learned.gpus_allocatable = max(self.learned.gpus_allocatable, int(reading.value))
 
     def _take_gpu(self, gpu: GpuFacts, at: float) -> None:
         before = self.gpus.get(gpu.uuid)
@@ -240,6 +245,8 @@ class Node:
         for engine in found:
             if engine.port:
                 self.pids[engine.port] = engine
+            elif engine.pids:
+                self.processes[engine.name] = engine
             if engine.name in addresses or engine.port in ports:
                 self.learned.found.pop(engine.name, None)
             else:
@@ -314,7 +321,7 @@ class Node:
 
     def _gpus_of(self, target: Target) -> tuple[int, ...]:
         """The GPUs of a target, by rank where its processes tell theirs: as configured, else by NVML's processes."""
-        engine = self.pids.get(target.port)
+        engine = self._processes_of(target)
         given = self._gpus_given(self._pod_of(target.name))
         if target.gpus or given:
             return target.gpus or tuple(sorted(given))
@@ -323,6 +330,10 @@ class Node:
         on = {gpu.index: set(gpu.pids) & set(engine.pids) for gpu in self.gpus.values()}
         rank = {index: min((engine.ranks.get(pid, len(on)) for pid in pids), default=0) for index, pids in on.items()}
         return tuple(sorted((index for index, pids in on.items() if pids), key=lambda index: (rank[index], index)))
+
+    def _processes_of(self, target: Target) -> FoundEngine | None:
+        """A target as its processes were found, on this machine or in a pod on it."""
+        return self.pids.get(target.port) if target.port else self.processes.get(target.address)
 
     def _pod_of(self, name: str) -> PodFacts | None:
         """The pod that a target is, as far as it is known."""
@@ -345,18 +356,26 @@ class Node:
         own = None if target is None else self._pod_of(target.name)
         if own is not None:
             return [own]
+        if target is not None:  # its name is not known: whoever alone has its GPUs
+            uuids = {gpu.uuid for gpu in self.gpus.values() if gpu.index in target.gpus}
+            holders = self._told_whole(pod for pod in self.pods() if not uuids.isdisjoint(pod.gpus))
+            return holders if len(holders) == 1 else []
         if not {subject} & {*self.gpus, *self.gone, *self.scene.instances}:
             return []
         parts = {one.uuid for gpu in (self.gpus.get(subject),) if gpu is not None for one in gpu.instances}
         on = [pod for pod in self.pods() if not {subject, *parts}.isdisjoint(pod.gpus)]
         owners = (self._pod_of(t.name) for t in self.scene.targets.values() if subject in t.instances
                   or (subject in self.gpus and self.gpus[subject].index in t.gpus))
-        on += [pod for pod in owners if pod is not None]
-        return list({(pod.namespace, pod.name): pod for pod in on}.values())
+        return self._told_whole([*on, *(pod for pod in owners if pod is not None)])
+
+    def _told_whole(self, pods: Iterable[PodFacts]) -> list[PodFacts]:
+        """Each pod once, with what the API says of it where it says anything."""
+        told = {(pod.namespace, pod.name): pod for pod in self.pods("pods")}
+        return list({(pod.namespace, pod.name): told.get((pod.namespace, pod.name), pod) for pod in pods}.values())
 
     def _instances_of(self, target: Target) -> tuple[str, ...]:
         """The MIG instances that a target's pod was given, or on which its processes compute."""
-        engine, given = self.pids.get(target.port), self._given(self._pod_of(target.name))
+        engine, given = self._processes_of(target), self._given(self._pod_of(target.name))
         pids = set() if engine is None else set(engine.pids)
         return tuple(one.uuid for gpu in self.gpus.values() for one in gpu.instances
                      if one.uuid in given or not pids.isdisjoint(one.pids))
@@ -438,7 +457,7 @@ class Node:
         return Scene(self.windows, now, self.setup.node, self.setup.slo, targets, self.gpus, self.sources, users,
                      self.learned.told, full, watched_s, tuple(self.routers), self.history, self.setup.xid_severity,
                      self.learned.gpu_count if self.setup.gpus_expected is None else self.setup.gpus_expected,
-                     self.learned.nvlinks, self.workloads)
+                     self.learned.nvlinks, self.workloads, self.learned.gpus_allocatable)
 
     def _fold(self) -> None:
         """Take what happened into the history, now that every source of this tick has told which GPU is where."""

@@ -79,6 +79,7 @@ class Scene:
     gpus_expected: int | None = None  # written, or learned
     nvlinks_seen: Mapping[str, int] = field(default_factory=dict)  # uuid -> bit mask of links that were up in this boot
     workloads: tuple[str, ...] = ()  # namespace/name in Kubernetes, on the one agent that watches the cluster
+    gpus_allocatable: int = 0  # the most that the kubelet gave to pods
     memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # what several rules ask of one tick
 
     def target_of(self, subject: str) -> Target | None:
@@ -1328,6 +1329,22 @@ def replicas_missing(ask: Ask) -> Signal:
     return ask.value(missing, at=ready.at, evidence=evidence)
 
 
+def gpus_unallocatable(ask: Ask) -> Signal:
+    """K2. GPUs that the kubelet gave to pods once and would give to none now: its device plugin calls them unhealthy.
+
+    That is room for new pods alone: a pod that has such a GPU runs on, and one that is given again was not repaired.
+    """
+    got = ask.windows.latest("kubelet", "gpus_allocatable", ask.now)
+    if not isinstance(got, Sample):
+        untold = ask.windows.track_of("kubelet", "gpus_allocatable") is None
+        return ask.na("the kubelet's pod-resources socket is not read here") if untold else ask.gap(got.code, got.why)
+    most = ask.scene.gpus_allocatable
+    if not most:
+        return ask.na("the kubelet gives no GPUs to pods here")
+    text = f"the kubelet gives {got.value:.0f} of {most} GPUs to pods"
+    return ask.value(max(0.0, most - got.value), at=got.at, evidence={"text": text})
+
+
 def told_by_drilld(ask: Ask) -> Signal:
     """What the drill daemon says of a run or a drill: it stands until it says otherwise."""
     return ask.value(1.0, evidence={"text": ask.scene.told[ask.spec.id][ask.subject]})
@@ -1422,6 +1439,7 @@ SIGNALS: Mapping[str, tuple[SignalSpec, Callable[[Ask], Signal]]] = {row[0].id: 
          windowed=True, counted=True),
     *(_row(*row[:-1], windowed=row[-1]) for row in hardware.ROWS),
     _row("replicas_missing", "count", "workload", "replicas that are asked for and not Ready", replicas_missing),
+    _row("gpus_unallocatable", "count", "node", "GPUs that the kubelet would give to no pod now", gpus_unallocatable),
     _row("drill_orphaned", "count", "any", "a drill left something in the world", told_by_drilld),
     _row("drill_overdue", "count", "any", "a drill that was due did not run", told_by_drilld),
     _row("watcher", "of limit", "any", "how late a source is, or a channel cannot deliver", watcher,

@@ -138,6 +138,56 @@ def test_an_engine_in_a_container_of_its_own_is_said(proc: FakeProc) -> None:
     assert note == ("a vLLM (process 100) in another network namespace: name its address under engines")
 
 
+CGROUPS = {
+    "systemd": "0::/../../kubepods-burstable-pod1f2e3d4c_0000_4000_8000_00000000000a.slice/cri-containerd-ab.scope\n",
+    "cgroupfs": "9:pids:/kubepods/pod1f2e3d4c-0000-4000-8000-00000000000a/ab\n0::/kubepods/pod1f2e3d4c-0000-4000-8000"
+                "-00000000000a/ab\n",
+}
+TRIE = """Main:
+  +-- 0.0.0.0/0 3 0 5
+     +-- 10.244.3.0/24 2 0 2
+        |-- 10.244.3.0
+           /24 link UNICAST
+        |-- 10.244.3.7
+           /32 host LOCAL
+     +-- 127.0.0.0/8 2 0 2
+        |-- 127.0.0.1
+           /32 host LOCAL
+Local:
+        |-- 10.244.3.7
+           /32 host LOCAL
+        |-- 127.0.0.1
+           /32 host LOCAL
+"""  # as kernel 6.18 writes it, shortened
+
+
+@pytest.mark.parametrize("driver", CGROUPS)
+@pytest.mark.parametrize("namespace", ["net:[2]", None])
+def test_an_engine_in_a_pod_is_asked_at_the_pod_s_address(proc: FakeProc, driver: str, namespace: str | None) -> None:
+    """With the node's process namespace and nothing else: whose pod by the control group, and its address."""
+    for pid, parent in ((100, 101), (101, 100)):  # a ring: one of their numbers was given anew meanwhile
+        proc.add(pid, "vllm serve m --port 8123", namespace=namespace, parent=parent)
+        (proc.folder / str(pid) / "net").mkdir()
+        (proc.folder / str(pid) / "net" / "fib_trie").write_text(TRIE)
+        (proc.folder / str(pid) / "cgroup").write_text(CGROUPS[driver])
+    proc.listen(8123)  # ours, and another's
+    (engine,), note = proc.look()
+    assert (engine.url, engine.kind, engine.port) == ("http://10.244.3.7:8123", "vllm", 0)
+    assert (engine.pod, engine.pids) == ("1f2e3d4c-0000-4000-8000-00000000000a", (100, 101))
+    assert note == ""
+
+
+def test_a_pod_with_two_addresses_is_said(proc: FakeProc) -> None:
+    """Of a pod on the node's own network, or on two: which of them answers is not known."""
+    proc.add(100, "vllm serve m", namespace="net:[2]")
+    (proc.folder / "100" / "net").mkdir()
+    (proc.folder / "100" / "net" / "fib_trie").write_text(TRIE.replace("10.244.3.7", "192.168.7.7", 1))
+    (proc.folder / "100" / "cgroup").write_text(CGROUPS["systemd"])
+    found, note = proc.look()
+    assert found == ()
+    assert "name its address under engines" in note
+
+
 def test_a_process_that_we_may_not_look_into_is_taken_at_its_word_if_its_port_listens(proc: FakeProc) -> None:
     """Another user's: the command line is there to read, the namespace is not."""
     proc.add(100, "vllm serve m --port 8123", namespace=None)

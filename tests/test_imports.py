@@ -97,6 +97,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sources.discovery": Row(
         "agent.engines agent.exposition agent.model agent.sources.fetch", WORLD
     ),
+    "agent.sources.pod_resources": Row("agent.model", "h2 os pathlib socket time"),
     "agent.sources.pods": Row(
         "agent.engines agent.model agent.sources.discovery drills.cluster", "re threading time"
     ),
@@ -158,9 +159,9 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.daemon": Row(
         "agent.config agent.loop agent.model agent.node agent.notifiers agent.outbox agent.sdnotify agent.signals"
         " agent.sources.discovery agent.sources.engine agent.sources.fetch agent.sources.gpu_devices"
-        " agent.sources.kernel_log agent.sources.nvml agent.sources.pods agent.sources.probe agent.sources.router"
-        " agent.sources.workloads agent.store agent.strict agent.web.app agent.web.pages agent.web.server drills"
-        " drills.cluster rules",
+        " agent.sources.kernel_log agent.sources.nvml agent.sources.pod_resources agent.sources.pods"
+        " agent.sources.probe agent.sources.router agent.sources.workloads agent.store agent.strict agent.web.app"
+        " agent.web.pages agent.web.server drills drills.cluster rules",
         WORLD,
     ),
     # The command line, which no daemon imports.

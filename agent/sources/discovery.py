@@ -13,6 +13,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ EVERY_S = 30.0
 WELL_KNOWN = (8000, 30000, 8002, 23333)  # vLLM, SGLang, Triton's metrics, LMDeploy
 ASK_S = 1.0
 MAX_BYTES = 8 * 1024 * 1024
+# As systemd writes it (kubepods-burstable-pod1f2e_….slice), and as cgroupfs does (kubepods/burstable/pod1f2e-…).
+_POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
 _LISTEN = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 
@@ -144,6 +147,30 @@ def _namespace(folder: Path) -> str | None:
         return None
 
 
+def pod_of(proc: Path, pid: int) -> str:
+    """The uid of the pod that a process is in, by the name of its control group; "" where it is in none."""
+    try:
+        told = (proc / str(pid) / "cgroup").read_text(errors="replace")
+    except OSError:
+        return ""
+    match = _POD.search(told)
+    return "" if match is None else match[1].replace("_", "-")
+
+
+def address_in(process: Path) -> str | None:
+    """The one address that a process's network namespace has beside loopback; None where there are none, or several.
+
+    `process`: its folder in /proc. Anybody may read that of anybody.
+    """
+    try:
+        lines = (process / "net" / "fib_trie").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    found = {before.rpartition(" ")[2] for before, line in pairwise(lines) if line.strip() == "/32 host LOCAL"}
+    own = [address for address in found if not address.startswith("127.")]
+    return own[0] if len(own) == 1 else None
+
+
 def listening(proc: Path) -> dict[int, tuple[str, int]]:
     """Port -> (address, inode) of what listens in our network namespace."""
     found: dict[int, tuple[str, int]] = {}
@@ -187,11 +214,11 @@ def descendants(pid: int, of: Iterable[Process], proc: Path) -> tuple[int, ...]:
         with suppress(OSError):
             stat = (proc / str(process.pid) / "stat").read_text(errors="replace")
             children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(process.pid)
-    found, todo = [], [pid]
-    while todo:
+    found, todo = set[int](), [pid]
+    while todo:  # read one after the other, with numbers given anew in between, it may even be a ring
         one = todo.pop()
-        found.append(one)
-        todo += children.get(one, [])
+        todo += [] if one in found else children.get(one, [])
+        found.add(one)
     return tuple(sorted(found))
 
 
@@ -235,9 +262,18 @@ class DiscoverySource:
     def _look(self) -> Iterator[FoundEngine]:
         of, open_ports, notes = processes(self._proc), listening(self._proc), []
         claimed: set[int] = set()
+        in_pods: set[str] = set()
         for process in of:
             named = engine_of(process.argv)
-            if named is None or named.port in claimed:
+            if named is None:
+                continue
+            pod = self._in_pod(process, named, of)
+            if pod is not None:
+                if pod.name not in in_pods:  # forked, with the same words
+                    yield pod
+                in_pods.add(pod.name)
+                continue
+            if named.port in claimed:
                 continue
             is_open, here = named.port in open_ports, is_here(self._proc, process.pid)
             if here is False or (here is None and not is_open):
@@ -255,6 +291,20 @@ class DiscoverySource:
                 if kind is not None:
                     yield found_engine(open_ports[port][0], port, kind, "the page on its well-known port")
         self.note = "; ".join(dict.fromkeys(notes))
+
+    def _in_pod(self, process: Process, named: Named, of: Sequence[Process]) -> FoundEngine | None:
+        """An engine in a pod of this node with a network of its own. Seen only in the node's process namespace."""
+        pod = pod_of(self._proc, process.pid)
+        if not pod or is_here(self._proc, process.pid):
+            return None
+        host = address_in(self._proc / str(process.pid))
+        if host is None or host == address_in(self._proc / "self"):
+            return None
+        pids = descendants(process.pid, of, self._proc)
+        how = f"its command line (process {process.pid} in a pod)"
+        ranks = ranks_of(pids, of)
+        found = found_engine(host, named.port, named.kind, how, pids=pids, ranks=ranks, is_tls=named.is_tls)
+        return found._replace(port=0, pod=pod)
 
     def _kind_at(self, port: int, where: tuple[str, int], of: Sequence[Process]) -> str | None:
         """Which engine's page stands on a port whose owner cannot be seen. Asked once a socket."""

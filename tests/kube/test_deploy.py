@@ -15,6 +15,7 @@ import yaml
 from lightkube.codecs import from_dict
 
 from agent.config import load_config
+from agent.sources.pod_resources import SOCKET
 from agent.sources.workloads import KINDS
 from drills.cluster import path_of
 from drills.lease import NAME
@@ -30,6 +31,7 @@ BASE, DISCOVERY, DRILLS = (DEPLOY / name for name in ("base", "overlays/discover
 CLUSTER_RULES = DEPLOY / "overlays/cluster-rules"
 GPU_RESET, POD_NAMESPACES = (DEPLOY / "components" / name for name in ("gpu-reset", "pod-namespaces"))
 EVENTS, NODE_CONDITION = (DEPLOY / "components" / name for name in ("events", "node-condition"))
+POD_RESOURCES, NODE_PROCESSES = (DEPLOY / "components" / name for name in ("pod-resources", "node-processes"))
 RIGHTS = yaml.safe_load((Path(__file__).parent / "rights.yaml").read_text())
 RBAC = "rbac.authorization.k8s.io"
 PLURALS = {
@@ -42,7 +44,8 @@ OVERLAYS = {
     "base": build(BASE), "discovery": build(DISCOVERY), "drills": build(DRILLS),
     "gpu-reset": add(build(DRILLS), GPU_RESET), "told": add(add(build(BASE), EVENTS), NODE_CONDITION),
 }  # fmt: skip
-ALL = {**OVERLAYS, "cluster-rules": build(CLUSTER_RULES)}
+SEEING = add(add(build(BASE), NODE_PROCESSES), POD_RESOURCES)
+ALL = {**OVERLAYS, "cluster-rules": build(CLUSTER_RULES), "seeing": SEEING}
 ACCOUNTS = {"drills": "tocsin-drills", "gpu-reset": "tocsin-drills", "cluster-rules": "tocsin-cluster"}  # else: tocsin
 
 
@@ -155,6 +158,22 @@ def test_the_shipped_configuration_is_one(tmp_path: Path) -> None:
     """The ConfigMap had a key that no version knew, and the DaemonSet never came up."""
     config = load_config(BASE / "tocsin.yaml", {"NODE_NAME": "gpu-17"})
     assert (config.listen, config.node) == ("0.0.0.0:9959", "gpu-17")
+
+
+def test_what_it_takes_to_see_pods_without_the_api() -> None:
+    """The kubelet's socket: root's number, its folder and nothing else; processes: hostPID and nothing else."""
+    base, processes = container(OVERLAYS["base"], "tocsin"), add(build(BASE), NODE_PROCESSES)
+    assert container(processes, "tocsin") == base
+    assert pod_of(processes) == {**pod_of(OVERLAYS["base"]), "hostPID": True}
+    agent = container(SEEING, "tocsin")
+    assert agent["securityContext"] == {
+        **base["securityContext"], "runAsNonRoot": False, "runAsUser": 0, "runAsGroup": 10001}  # fmt: skip
+    (volume,) = [one for one in pod_of(SEEING)["volumes"] if "hostPath" in one]
+    (mount,) = [one for one in agent["volumeMounts"] if one["name"] == volume["name"]]
+    assert volume["hostPath"]["path"] == mount["mountPath"] == str(SOCKET.parent)
+    assert mount["readOnly"] is True
+    assert pod_of(SEEING)["automountServiceAccountToken"] is False
+    assert the(SEEING, "Namespace")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "privileged"
 
 
 def test_the_one_agent_of_the_cluster(tmp_path: Path) -> None:
