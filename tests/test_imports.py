@@ -144,7 +144,8 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.web.metrics": Row("agent.model", "prometheus_client"),
     "agent.web.glance": Row("agent.model agent.words"),
     "agent.web.pages": Row(
-        "agent agent.client agent.model agent.web agent.web.app agent.web.glance agent.web.plot agent.words",
+        "agent agent.client agent.model agent.strict agent.web agent.web.app agent.web.glance agent.web.plot"
+        " agent.words",
         "importlib jinja2 markdown_it markupsafe pathlib threading time hmac",
     ),
     "agent.web.plot": Row("agent.words", "pygal sys xml.etree"),

@@ -80,6 +80,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Page]]:
 
 
 VIEWS = ("/", "/engines", "/gpus", "/alerts", "/numbers/H2", "/rules", "/runbooks", "/runbooks/queue-age", "/drills",
+         "/silences",
          f"/signals/kv-cache-utilization/{quote(HOSTILE, safe='')}",
          "/alerts/gpu-temperature/GPU-0001")  # fmt: skip
 
@@ -197,6 +198,35 @@ def test_nothing_but_our_own_files_is_served(opened: Callable[..., Page]) -> Non
     for path in ("/static/../pages.py", "/static/%2e%2e/pages.py", "/static/", "/reports/../../etc/passwd",
                  "/reports/"):
         assert page.ask(path)[0] == 404, path
+
+
+def test_a_silence_asks_for_the_token(opened: Callable[..., Page], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever could reach the page could have muted the node; what is muted says by whom and why."""
+    monkeypatch.setattr(pages, "WRONG_TOKEN_S", 0.01)
+    page = opened(TOKEN)
+    wanted = {"rule": "gpu-temperature", "subject": "GPU-0001", "for": "2h", "why": "<b>fan</b> is on its way",
+              "by": "eve"}
+    assert page.ask("/silences", **wanted, token="guess")[0] == 403
+    assert page.agent.silences()["silences"] == []
+    assert page.ask("/silences", **wanted | {"rule": "gpu-temprature"}, token=TOKEN)[0] == 400
+    assert page.ask("/silences", **wanted | {"for": "2 weeks"}, token=TOKEN)[0] == 400
+    assert page.ask("/silences", **wanted, token=TOKEN)[0] == 200
+    (made,) = page.agent.silences()["silences"]
+    assert (made["rule"], made["subject"], made["by"]) == ("gpu-temperature", "GPU-0001", "eve, on the page")
+    assert made["until"] - page.life.clocks.unix == 7200.0
+    body = page.ask("/silences")[2]
+    assert "&lt;b&gt;fan&lt;/b&gt; is on its way" in body
+    assert page.ask("/silences/end", id=str(made["id"]), token="guess")[0] == 403
+    assert page.ask("/silences/end", id="x", token=TOKEN)[0] == 400
+    assert page.ask("/silences/end", id=str(made["id"]), token=TOKEN)[0] == 200
+    assert page.agent.silences()["silences"] == []
+
+
+def test_without_a_token_there_is_no_form(opened: Callable[..., Page]) -> None:
+    """Read-only, and what to do on the node instead."""
+    body = opened().ask("/silences")[2]
+    assert "<form" not in body
+    assert "tocsin silence RULE" in body
 
 
 # --- drills ----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from agent import client, words
 from agent.model import SignalSpec
+from agent.strict import Unfit, duration_s
 from agent.web import app, glance
 from agent.web.app import OK, Handler, Reply, Request, Routes
 
@@ -27,14 +28,17 @@ PAGE = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'
 REPORT = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"  # its own is stricter
 STATIC: Mapping[str, str] = {"page.css": "text/css; charset=utf-8", "page.js": "text/javascript; charset=utf-8",
                              "icon.svg": "image/svg+xml"}
-NAV = (("/", "Node"), ("/engines", "Engines"), ("/gpus", "GPUs"), ("/alerts", "Alerts"), ("/drills", "Drills"),
-       ("/runbooks", "Runbooks"), ("/rules", "Rules"))
+NAV = (("/", "Node"), ("/engines", "Engines"), ("/gpus", "GPUs"), ("/alerts", "Alerts"), ("/silences", "Silences"),
+       ("/drills", "Drills"), ("/runbooks", "Runbooks"), ("/rules", "Rules"))
 SPANS: Mapping[str, float] = {"2h": 7200.0, "24h": 86400.0}
 LIVE = "5 s"
 DRILLD_S = 2.0  # drilld answers a page within this, or the page says that it does not
 WRONG_TOKEN_S = 1.0  # what a wrong token costs, one at a time
 SHOWN_RUNS = 50
 SHOWN_VERDICTS = 6
+SHOWN_ENDED = 20  # silences
+SILENCE_SPANS = ("30m", "2h", "8h", "24h", "3d")
+NAME_LENGTH = 60
 VERDICTS = {"PASS": "ok", "FAIL": "breach", "ORPHANED": "breach", "INCONCLUSIVE": "pending", "INVALID": "pending",
             "ABORTED": "pending"}
 
@@ -126,6 +130,9 @@ def make_pages(site: Site) -> Routes:
         "/runbooks": told(_runbooks),
         "/runbooks/": either(_runbook, app.runbook),
         "/drills": told(_drills),
+        "/silences": {"GET": lambda request: _silences(views, request),
+                      "POST": lambda request: _silence(views, request)},
+        "/silences/end": {"POST": lambda request: _unsilence(views, request)},
         "/drills/abort": {"POST": lambda request: _abort(views, request)},
         "/reports/": told(_report),
         "/static/": told(_static),
@@ -267,6 +274,55 @@ def _runbook(views: _Views, request: Request) -> Reply:
                             title=f"{request.rest} · Tocsin"))
 
 
+# --- silences --------------------------------------------------------------------------------------------------------
+
+
+def _silences(views: _Views, request: Request) -> Reply:
+    told = request.view.silences()
+
+    def row(one: Mapping[str, Any]) -> dict[str, Any]:
+        return {**one, "until": glance.moment(one["until"])}
+
+    expected = [{**row(one), "rules": ", ".join(one["rules"])} for one in told["expected"] if one["rules"]]
+    return _page(views.draw(
+        "silences.html.j2", request, here="/silences", title=f"Silences · {views.site.node} · Tocsin",
+        can_act=views.site.token() is not None, rule=request.query.get("rule", ""), spans=SILENCE_SPANS,
+        subject=request.query.get("subject", ""), rules=sorted(rule.id for rule in request.view.rules()),
+        silences=[row(one) for one in told["silences"]], expected=expected,
+        ended=[row(one) for one in told["ended"][:SHOWN_ENDED]]))
+
+
+def _silence(views: _Views, request: Request) -> Reply:
+    """Mute a rule, for who has the token."""
+    form = request.form()
+    no = refused(views.site.token, form.get("token", ""))
+    if no is not None:
+        return _said(views, request, "Not silenced", no, "403 Forbidden", "/silences")
+    by = " ".join(form.get("by", "").split())[:NAME_LENGTH]
+    try:
+        made = request.view.silence(form.get("rule", ""), form.get("subject") or "*", duration_s(form.get("for", "")),
+                                    form.get("why", ""), f"{by or 'somebody'}, on the page")
+    except (Unfit, ValueError) as fault:
+        return _said(views, request, "Not silenced", str(fault), "400 Bad Request", "/silences")
+    until = glance.moment(made["until"])
+    return _said(views, request, "Silenced", f"{made['rule']} of {made['subject']} pages nobody until {until}.",
+                 back="/silences")
+
+
+def _unsilence(views: _Views, request: Request) -> Reply:
+    """End a silence, for who has the token."""
+    form = request.form()
+    no = refused(views.site.token, form.get("token", ""))
+    if no is not None:
+        return _said(views, request, "Not ended", no, "403 Forbidden", "/silences")
+    try:
+        ended = request.view.unsilence([int(form.get("id", ""))], "the page")
+    except ValueError as fault:
+        return _said(views, request, "Not ended", str(fault), "400 Bad Request", "/silences")
+    rules = ", ".join(one["rule"] for one in ended)
+    return _said(views, request, "Ended", f"What fires of {rules} pages again.", back="/silences")
+
+
 # --- drills, which drilld knows ---------------------------------------------------------------------------------------
 
 
@@ -336,8 +392,8 @@ def _abort(views: _Views, request: Request) -> Reply:
                  else "No drill is under way.")
 
 
-def _said(views: _Views, request: Request, heading: str, text: str, status: str = OK) -> Reply:
-    return _page(views.draw("told.html.j2", request, here="/drills", heading=heading, text=text, back="/drills",
+def _said(views: _Views, request: Request, heading: str, text: str, status: str = OK, back: str = "/drills") -> Reply:
+    return _page(views.draw("told.html.j2", request, here=back, heading=heading, text=text, back=back,
                             title=f"{heading} · Tocsin"), status)
 
 

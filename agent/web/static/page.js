@@ -1,12 +1,13 @@
 "use strict";
 // Asks for the view again and puts it in place. Small polling: an open stream would hold one of the server's threads.
 const EVERY_MS = 5000;
-const ANSWER_MS = 4000;
+const ANSWER_MS = 15000;
 const view = document.getElementById("view");
 const lost = document.getElementById("lost");
 const said = document.getElementById("said");
 let last = "";
 let answeredAt = new Date();
+let asking = false;
 
 function inUse() {
   const at = document.activeElement;
@@ -34,7 +35,8 @@ function put(text) {
 }
 
 async function refresh() {
-  if (document.hidden) return;
+  if (document.hidden || asking) return;
+  asking = true;
   try {
     const asked = new URL(location.href);
     asked.searchParams.set("part", "1");
@@ -52,6 +54,8 @@ async function refresh() {
     lost.textContent = `No answer from the agent since ${answeredAt.toLocaleTimeString()}: what stands below is old.`;
     lost.hidden = false;
     view.classList.add("old");
+  } finally {
+    asking = false;
   }
 }
 
