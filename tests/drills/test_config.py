@@ -244,6 +244,16 @@ def test_a_fault_just_long_enough(tmp_path: Path) -> None:
     assert drill(f"fault: process-kill, target: {{port: 8000}}, {LOAD}, for: 95s", tmp_path).for_s == 95
 
 
+def test_a_missing_replica_lasts_as_long_as_it_is_away(tmp_path: Path) -> None:
+    """A pod was killed for 40 s, and another alarm, of 30 s, that only might fire had to have its time as well."""
+    rules = (*RULES, Rule("replicas-missing", "replicas_missing", ">", 0, "ticket", for_s=30))
+    text = 'fault: pod-kill, target: {namespace: llm, selector: app=vllm}, load: {url: "http://r/v1", rate: 20/s}'
+
+    assert drill(f"{text}, for: 40s", tmp_path, rules).for_s == 40
+    expected = faults(f"{text}, for: 40s, expects: [replicas-missing]", tmp_path, rules)
+    assert "40 s are too short for replicas-missing to fire" in expected
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
