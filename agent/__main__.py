@@ -656,6 +656,97 @@ def _incident(settings: Config, name: str) -> Any:
         raise Failure(f"tocsin: {error}", UNKNOWN) from error
 
 
+class Variadic(typer.core.TyperCommand):
+    """A command whose options take several values after one name: --old A B --new C."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Write the name before each value."""
+        spread: list[str] = []
+        name = ""
+        for word in args:
+            if word in ("--old", "--new"):
+                name = word
+                continue
+            name = "" if word.startswith("-") else name
+            spread += [name, word] if name else [word]
+        return super().parse_args(ctx, spread)
+
+
+@app.command(cls=Variadic)
+def canary(
+    context: typer.Context,
+    old: Annotated[list[str], typer.Option("--old", metavar="URL...", help="Engines with the old configuration.")],
+    new: Annotated[list[str], typer.Option("--new", metavar="URL...", help="Engines with the new one.")],
+    span: Annotated[str, typer.Option("--for", metavar="SPAN", help="How long to watch.")] = "24h",
+    every: Annotated[str, typer.Option(metavar="SPAN", help="Time between two reads.")] = "5s",
+    slo: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="As ttft_p99=500ms.")] = None,
+    business_old: Annotated[str | None, typer.Option(metavar="URL[#path]", help="A number of the old group.")] = None,
+    business_new: Annotated[str | None, typer.Option(metavar="URL[#path]", help="The same of the new one.")] = None,
+    rollback: Annotated[str | None, typer.Option(metavar="COMMAND", help="Run once where it fails.")] = None,
+    webhook: Annotated[str | None, typer.Option("--rollback-webhook", metavar="URL", help="Or: POST to it.")] = None,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Guard a gray release: is the new configuration worse?
+
+    Worse is a p99 over 1.5 x its service level, over 1 % of errors, or a business number 5 % below the old group's,
+    where the numbers prove it. Exit 0 pass, 1 fail (roll back), 3 not proven either way; 130 stopped by Ctrl-C.
+    """
+    import shlex
+
+    from agent.release_watch import Plan, Watch, roll_back
+    from agent.strict import Unfit
+
+    if (business_old is None) != (business_new is None):
+        raise Failure("tocsin: a business number is compared: give both --business-old and --business-new")
+    if rollback is not None and webhook is not None:
+        raise Failure("tocsin: --rollback and --rollback-webhook are both given; it is fired once: keep one of them")
+    settings = _with_levels(load(chosen(context, config)), slo or ())
+    from agent.config import base_url, full_url, slo_for
+
+    try:
+        plan = Plan([base_url(url) for url in old], [base_url(url) for url in new], slo_for(settings),
+                    seconds("--for", span, least_s=1.0), seconds("--every", every, least_s=0.5),
+                    None if business_old is None or business_new is None
+                    else (full_url(business_old), full_url(business_new)),
+                    shlex.split(rollback or ""), None if webhook is None else full_url(webhook))
+    except (Unfit, ValueError) as fault:
+        raise Failure(f"tocsin canary: {fault}") from fault
+    if set(plan.old) & set(plan.new):
+        raise Failure(f"tocsin canary: {min(set(plan.old) & set(plan.new))} is in both groups; an engine is old or new")
+    stop = threading.Event()
+    for wish in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(wish, lambda *_: stop.set())  # no exception out of nowhere: it could tear the way back
+    progress = Progress()
+    answer = Watch(plan).run(stop, progress)
+    progress.done()
+    if answer["verdict"] == "fail":
+        answer["rollback"] = fired = roll_back(plan, answer)
+        if fired is not None and not fired["ok"]:
+            progress(f"tocsin: the way back FAILED ({fired['how']}): {fired['why']}; roll back by hand", lasting=True)
+
+    def report() -> Report:
+        from agent.show import release_report
+
+        return release_report(answer)
+
+    emit(answer, as_json, report)
+    raise typer.Exit({"pass": 0, "fail": 1}.get(answer["verdict"], INTERRUPTED if answer["stopped"] else UNKNOWN))
+
+
+def _with_levels(settings: Config, levels: Sequence[str]) -> Config:
+    """The configuration with service levels from the command line."""
+    from agent.config import with_slo
+    from agent.strict import Unfit
+
+    if wrong := [word for word in levels if "=" not in word]:
+        raise Failure(f"tocsin: --slo {wrong[0]} is not NAME=VALUE; write --slo ttft_p99=500ms")
+    try:
+        return with_slo(settings, dict(word.split("=", 1) for word in levels))
+    except Unfit as fault:
+        raise Failure(f"tocsin: --slo: {fault}") from fault
+
+
 @app.command()
 def review(
     context: typer.Context,

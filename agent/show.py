@@ -340,6 +340,25 @@ def incidents_report(incidents: Sequence[Answer]) -> Report:
     return [Table(columns, rows, "Incidents"), "Its postmortem: tocsin report incident ID"]
 
 
+def release_report(answer: Answer) -> Report:
+    """The verdict on a release, and each criterion."""
+    columns = (Column("CRITERION"), Column("STATE"), Column("NEW", right=True), Column("OLD", right=True),
+               Column("ASKED"), Column("WHY", drop=1))
+    rows = [[clean(cell) for cell in (row["name"], row["state"], row["new"] or NOTHING, row["old"] or NOTHING,
+                                      row["asked"], row["why"])] for row in answer["criteria"]]
+    title = f"New against old, watched for {span(round(answer['watched_s']))}"
+    head = {"pass": "PASS", "fail": "FAIL: roll back", "unknown": "UNKNOWN"}[answer["verdict"]]
+    report: Report = [Table(columns, rows, title), clean(f"{head}: {answer['why']}")]
+    report += [clean(note) for note in answer["notes"]]
+    fired = answer["rollback"]
+    if fired is not None:
+        failed = "" if fired["ok"] else f" and FAILED: {fired['why']}"
+        report.append(clean(f"The way back was fired ({fired['how']}){failed}."))
+    elif answer["verdict"] == "fail":
+        report.append("No way back was given (--rollback, --rollback-webhook): roll back by hand.")
+    return report
+
+
 def review_report(answer: Answer) -> Report:
     """Service levels, pages, drills, what is to do."""
     report: Report = []

@@ -585,15 +585,23 @@ def count_errors(windows: Windows, target: Target, start: float, now: float) -> 
     """The counting behind errors_and_requests."""
     by_status = windows.increases(target.name, "http", start) if told(windows, target.name, "http", now) else {}
     refused = sum(windows.increases(target.name, "rejections", start).values())
-    finished = [windows.increases(engine, "finished", start) for engine in tellers(windows, target, "finished")]
-    from_http = sum(v for k, v in by_status.items() if k.startswith("5") or k == "429")
-    from_engine = sum(f.get("error", 0.0) for f in finished) + refused
+    finished: dict[str, float] = {}
+    for engine in tellers(windows, target, "finished"):
+        for reason, rise in windows.increases(engine, "finished", start).items():
+            finished[reason] = finished.get(reason, 0.0) + rise
     sent, failed = (windows.increase(target.name, name, start) for name in ("canary_requests", "canary_errors"))
+    errors, n, how = errors_among(by_status, finished, refused)
+    return max(0.0, errors - failed), max(0.0, n - sent), how
+
+
+def errors_among(by_status: Mapping[str, float], finished: Mapping[str, float], refused: float,
+                 ) -> tuple[float, float, str]:
+    """(errors, requests, how) of what HTTP statuses, finish reasons and refused admissions tell."""
+    from_http = sum(v for k, v in by_status.items() if k.startswith("5") or k == "429")
+    from_engine = finished.get("error", 0.0) + refused
     if by_status:
-        errors, n = max(from_http, from_engine), max(sum(by_status.values()), from_engine)
-        return max(0.0, errors - failed), max(0.0, n - sent), "engine (lower bound)"
-    n = sum(sum(f.values()) for f in finished) + refused
-    return max(0.0, from_engine - failed), max(0.0, n - sent), "engine's finish reasons (lower bound)"
+        return max(from_http, from_engine), max(sum(by_status.values()), from_engine), "engine (lower bound)"
+    return from_engine, sum(finished.values()) + refused, "engine's finish reasons (lower bound)"
 
 
 def count_routed(scene: Scene, target: Target, start: float) -> tuple[float, float, str] | None:

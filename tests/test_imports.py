@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.escape": Row(),
     "agent.forms": Row("agent agent.escape", "base64 importlib jinja2 markupsafe msgspec"),
     "agent.postmortem": Row("agent agent.escape agent.forms agent.noise agent.words"),
+    "agent.release": Row("agent.model agent.signals agent.stats agent.words"),
     "agent.trend": Row("agent.model"),
     "agent.advise": Row("agent.words"),
     "agent.facts": Row("agent.binds agent.model agent.signals"),
@@ -172,6 +173,10 @@ MAY_IMPORT: dict[str, Row] = {
         "msgspec time",
     ),
     "agent.record": Row("agent.exposition agent.model agent.sources.fetch", WORLD),
+    "agent.release_watch": Row(
+        "agent agent.loop agent.model agent.notifiers.channel agent.release agent.sources.engine agent.sources.fetch"
+        " agent.words", WORLD,
+    ),
     "agent.show": Row("agent.words", "rich shutil"),
     "agent.advise_commands": Row(
         "agent agent.advise agent.client agent.config agent.oneshot agent.show agent.strict",
@@ -179,8 +184,9 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "agent.__main__": Row(
         "agent agent.advise_commands agent.backtest agent.client agent.config agent.model agent.notifiers"
-        " agent.notifiers.trial agent.oneshot agent.postmortem agent.record agent.show agent.signals agent.silences"
-        " agent.sources.nvml agent.strict agent.words drills drills.cli drills.config rules",
+        " agent.notifiers.trial agent.oneshot agent.postmortem agent.record agent.release_watch agent.show"
+        " agent.signals agent.silences agent.sources.nvml agent.strict agent.words drills drills.cli drills.config"
+        " rules",
         "msgspec os pathlib shlex signal sys threading typer",
     ),
     "runbooks": Row(),
@@ -300,6 +306,7 @@ CLOCK_READERS = {
     "agent.loop": "the tick",
     "agent.daemon": "hands the clock to the outbox and the web threads",
     "agent.oneshot": "a check without a running agent",
+    "agent.release_watch": "hands the clock to what reads the two groups",
     "agent.record": "stamps what it records",
     "agent.store": "names a damaged file that it moves aside",
     "drills.schedule": "the timetable; its decisions are told the time",
