@@ -55,6 +55,7 @@ from agent.windows import RAW_KEEP_S, Windows
 
 SETTLED_S = 600.0  # a GPU's memory 10 m after its engine's start is what the engine is meant to use
 USER_GONE_S = 60.0  # an address of which no prober tells any more
+TOGETHER_S = 300.0  # GPUs that were reset within so long of each other were reset together
 GONE_S = 600.0  # a GPU that NVML no longer names for so long has ended
 Traffic = dict[str, dict[str, Any]]  # "replicas", "routers"
 OF_OURSELVES = frozenset({"blind", "watcher", "kernel_log_forged", "kernel_log_lost"})
@@ -97,6 +98,7 @@ class Learned:
     kernel_log: dict[str, Any] = field(default_factory=dict)  # up to where it was read
     gpu_count: int = 0  # the most that were seen at once
     gpus_allocatable: int = 0  # the most that the kubelet gave to pods
+    energy: dict[str, float] = field(default_factory=dict)  # uuid -> mJ since it was reset
     nvlinks: dict[str, int] = field(default_factory=dict)  # uuid -> bit mask of links that were up in this boot
     marks: dict[str, dict[str, Any]] = field(default_factory=dict)  # engine -> what binds it since when, a binds.Mark
 
@@ -123,7 +125,6 @@ class Node:
         self.gone: dict[str, GpuFacts] = {}  # GPUs that have ended: what closes with them is told by their index
         self.history = History()
         self._lost: set[str] = set()  # GPUs of which NVML says so
-        self._energy: dict[str, float] = {}  # uuid -> mJ since the driver was loaded
         self._events: list[Event] = []  # taken, not yet folded: first all of a tick must have told which GPU is where
         self.users: dict[str, float] = {}  # address that users use -> when a prober last told of it
         self.first_at: float | None = None
@@ -219,9 +220,9 @@ class Node:
             self._lost.discard(subject)
             self._mended(subject, reading.at)
         elif name == "gpu_energy_mj":
-            if reading.value < self._energy.get(subject, 0.0):
+            if reading.value < self.learned.energy.get(subject, 0.0):
                 self._mended(subject, reading.at)
-            self._energy[subject] = reading.value
+            self.learned.energy[subject] = reading.value
         elif name == "gpu_nvlink_up":
             self.learned.nvlinks[subject] = self.learned.nvlinks.get(subject, 0) | int(reading.value)
         elif name == "gpus_dev":  # at first sight a GPU may have fallen already
@@ -229,6 +230,9 @@ class Node:
 
     def _mended(self, uuid: str, at: float) -> None:
         self.history.reset(uuid, at)
+        if all(at - self.history.mended.get(gpu, 0.0) <= TOGETHER_S for gpu in self.gpus):
+            for switch in {e.subject for e in self.history.entries.values() if e.kind == "sxid"}:
+                self.history.reset(switch, at)  # with all its GPUs
         self.learned.hardware = self.history.saved()
 
     def take_user(self, address: str, readings: Sequence[Sample], at: float) -> None:
@@ -432,7 +436,8 @@ class Node:
         self.gone[uuid] = self.gpus[uuid]
         for instance in self.gpus[uuid].instances:
             self._forget_instance(instance.uuid)
-        for known in (self.gpus, self.gpu_seen_at, self.learned.gpus, self.learned.gpu_full_at_start):
+        for known in (self.gpus, self.gpu_seen_at, self.learned.gpus, self.learned.gpu_full_at_start,
+                      self.learned.energy, self.learned.nvlinks):
             known.pop(uuid, None)
         self.windows.forget(uuid)
 

@@ -106,9 +106,12 @@ class History:
         """From what was saved; what cannot be read is left out."""
         history = cls()
         for key, row in (saved.get("entries") or {}).items():
-            kind, device, number, subject, first_at, last_at, older, clusters, detail = row
-            history.entries[key] = Entry(kind, device, number, subject, first_at, last_at, older,
-                                         [Cluster(*c) for c in clusters], dict(detail))
+            try:
+                kind, device, number, subject, first_at, last_at, older, clusters, detail = row
+                history.entries[key] = Entry(kind, device, number, subject, first_at, last_at, older,
+                                             [Cluster(*c) for c in clusters], dict(detail))
+            except (TypeError, ValueError):  # another version's: to start without it is better than not to start
+                continue
         for name in ("uuids", "mended", "well"):
             getattr(history, name).update(saved.get(name) or {})
         history.boot_at = float(saved.get("boot_at") or 0.0)

@@ -9,6 +9,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pynvml
@@ -18,7 +19,7 @@ from agent.sources.nvml_values import UNSUPPORTED, Gpu
 
 WAIT_MS = 500
 STOP_S = 2.0  # how long the end of a wait is awaited
-MOST = 1024  # events that were not handed over yet
+MOST = 1024  # different events that were not handed over yet
 NO_INSTANCE = 0xFFFFFFFF
 OPEN, SUBJECT = "nvml_events_open", "nvml"
 
@@ -39,13 +40,13 @@ class XidEvents:
         self.note = "not read yet"
         self._wake: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
-        self._events: list[Event] = []
+        self._events: dict[tuple[Any, ...], Event] = {}
         self._at: tuple[float, float] = (0.0, time.monotonic())
         self._set: Any = None
         self._places: dict[int | None, str] = {}  # a handle's address -> its PCI address
         self._refused: set[str] = set()  # UUIDs
         self._thread: threading.Thread | None = None
-        self._ending = threading.Event()
+        self._ending = threading.Event()  # of that thread
 
     # --- the loop's side --------------------------------------------------------------------------------------------
 
@@ -58,10 +59,11 @@ class XidEvents:
         began = time.monotonic()
         self._at = (now, began)
         with self._lock:
-            events, self._events = tuple(self._events), []
+            events, self._events = tuple(self._events.values()), {}
         reading: Sample | Gap = Sample(OPEN, SUBJECT, 1.0, now)
         if self._set is None or not self._places:
-            self.note = "no GPU is registered for Xid events"
+            hangs = "; a wait of before has not returned" if self._hangs() else ""
+            self.note = f"no GPU is registered for Xid events{hangs}"
             reading = Gap(OPEN, SUBJECT, Why.NOT_SUPPORTED, self.note, now)
         else:
             self.note = f"Xid events of {len(self._places)} GPU(s)"
@@ -74,7 +76,14 @@ class XidEvents:
     # --- the side of NvmlSource's worker ----------------------------------------------------------------------------
 
     def register(self, call: Call, gpus: Iterable[Gpu]) -> None:
-        """Have NVML tell the Xids of these GPUs, those that are not registered yet."""
+        """Have NVML tell the Xids of these GPUs, those that are not registered yet.
+
+        Not while a wait of before still hangs in the driver: with each start of NVML there would be one thread more.
+        """
+        if self._hangs():
+            return
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
         for gpu in gpus:
             place = address(gpu.handle)
             if place in self._places or gpu.uuid in self._refused or gpu.lost is not None:
@@ -90,19 +99,21 @@ class XidEvents:
                 continue
             self._places[place] = gpu.bdf
         if self._places and self._thread is None:
-            self._ending.clear()
-            self._thread = threading.Thread(target=self._wait, args=(self._set,), name="nvml events", daemon=True)
+            self._ending = threading.Event()
+            arguments = (self._set, self._ending)
+            self._thread = threading.Thread(target=self._wait, args=arguments, name="nvml events", daemon=True)
             self._thread.start()
 
     def stop(self, call: Call) -> None:
         """Let go of the handles, before NVML is shut down."""
         self._ending.set()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join(STOP_S)
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+        if not self._hangs():
+            self._thread = None
         known, self._set = self._set, None
         self._places, self._refused = {}, set()
-        if known is not None and (thread is None or not thread.is_alive()):
+        if known is not None and self._thread is None:
             try:
                 call("nvmlEventSetFree", "", known)
             except pynvml.NVMLError:
@@ -110,15 +121,19 @@ class XidEvents:
 
     # --- the thread's side ------------------------------------------------------------------------------------------
 
-    def _wait(self, event_set: Any) -> None:
-        while not self._ending.is_set():
+    def _hangs(self) -> bool:
+        """Whether a thread that was told to end has not."""
+        return self._thread is not None and self._ending.is_set() and self._thread.is_alive()
+
+    def _wait(self, event_set: Any, ending: threading.Event) -> None:
+        while not ending.is_set():
             try:
                 data = pynvml.nvmlEventSetWait_v2(event_set, WAIT_MS)
             except pynvml.NVMLError as error:
                 if error.value == pynvml.NVML_ERROR_UNINITIALIZED:
                     return
                 if error.value != pynvml.NVML_ERROR_TIMEOUT:  # a GPU that is lost, a driver that goes
-                    self._ending.wait(1.0)
+                    ending.wait(1.0)
                 continue
             self._take(data)
 
@@ -130,7 +145,12 @@ class XidEvents:
         at = now + time.monotonic() - mono
         told = {"instance": data.gpuInstanceId, "compute_instance": data.computeInstanceId}
         detail = {name: int(number) for name, number in told.items() if number != NO_INSTANCE}
+        number = int(data.eventData)
+        key = (place, number, *detail.items())
         with self._lock:
-            if len(self._events) < MOST:
-                self._events.append(Event("xid", place, int(data.eventData), at, at, origin="nvml", detail=detail))
+            known = self._events.get(key)
+            if known is not None:
+                self._events[key] = replace(known, at=at, count=known.count + 1)
+            elif len(self._events) < MOST:
+                self._events[key] = Event("xid", place, number, at, at, origin="nvml", detail=detail)
         self._wake()

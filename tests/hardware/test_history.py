@@ -168,6 +168,16 @@ def test_history_outlives_a_restart() -> None:
     assert found(again) == found(history)
 
 
+def test_an_entry_of_another_version_does_not_stop_the_start() -> None:
+    """After a way back to an older version the monitor ended at each start, at a row that it did not know."""
+    saved = told(log(79), log(13)).saved()
+    first, second = saved["entries"]
+    saved["entries"][first] = [*saved["entries"][first], "something new"]
+    saved["entries"]["x"] = None
+
+    assert list(History.restored(saved).entries) == [second]
+
+
 def test_a_rate_limit_makes_counts_lower_bounds() -> None:
     """The driver prints one of thirty from now on: the count is said to be no more than that."""
     history = told(log(119), log(119, 6), of_text(

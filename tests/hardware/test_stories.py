@@ -12,8 +12,10 @@ import pytest
 
 from agent.config import Config, GpusConfig, without_function
 from agent.daemon import setup_of
+from agent.hardware.lines import line_of
 from agent.model import Batch, Event, Sample, Slo
 from agent.node import Learned, Node, Setup
+from agent.sources.kernel_log import told_by
 from agent.sources.nvml_state import STATE
 from rules import RulesConfig, XidOverride, severity_of
 from tests.hardware.cases import cases
@@ -310,6 +312,29 @@ def test_a_gpu_that_is_missing_after_a_reboot(tell: Tell, tmp_path: Path) -> Non
     blind = restarted(again)
     assert blind.run(15) == []
     assert blind.node.signals[("gpu-count", "gpu-17")].state == "gap"  # neither a page nor an all-clear
+
+
+def test_a_reset_while_the_agent_is_down(tell: Tell) -> None:
+    """Tocsin was stopped, the GPU reset, Tocsin started: its Xid was told for a day more as if nobody had come."""
+    story = tell(gpus())
+    story.run(30)
+    assert story.run(15, xid(119, story.at_s)) == [("firing", "xid-gpu")]
+    story.reader.play(gpus(gpu2={"energy_mj": 500}))
+    assert restarted(story).run(30) == [("resolved", "xid-gpu")]
+
+
+def test_a_switch_is_reset_with_its_gpus(tell: Tell) -> None:
+    """No counter of a switch falls; all GPUs reset within minutes took it along. One alone did not."""
+    line = line_of("nvidia-nvswitch2: SXid (PCI:0000:07:00.0): 20034, Fatal, Link 30 LTSSM Fault Up")
+    assert line is not None
+    story = tell(gpus(2), poll_s=60.0)
+    story.run(60)
+    event = Event("sxid", "0000:07:00", 20034, T0 + story.at_s, T0 + story.at_s, detail=told_by(line))
+    assert story.run(60, event) == [("firing", "xid-link")]
+    story.reader.play(gpus(2, gpu0={"energy_mj": 500}))
+    assert story.run(120) == []
+    story.reader.play(gpus(2, gpu0={"energy_mj": 900}, gpu1={"energy_mj": 500}))
+    assert story.run(60) == [("resolved", "xid-link")]
 
 
 def test_a_card_that_was_replaced(tell: Tell, tmp_path: Path) -> None:
