@@ -301,6 +301,7 @@ SAMPLES: Mapping[str, Kind] = {
     "gpus_pci": "gauge",
     "gpus_proc": "gauge",  # in /proc/driver/nvidia/gpus
     "gpus_dev": "gauge",  # /dev/nvidia0, 1, …
+    "driver_differs": "gauge",  # 1: the driver's library on disk is of another version than the module that is loaded
     "nvml_error": "gauge",  # NVML's number of why it does not start (subject: "nvml")
     "gpus_allocatable": "gauge",  # that the kubelet would give to pods (subject: "kubelet")
     # of a workload in Kubernetes (subject: namespace/name)

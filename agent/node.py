@@ -220,9 +220,9 @@ class Node:
             self._lost.discard(subject)
             self._mended(subject, reading.at)
         elif name == "gpu_energy_mj":
-            if reading.value < self.learned.energy.get(subject, 0.0):
+            if 0 < reading.value < self.learned.energy.get(subject, 0.0):  # 0 is what a broken sensor tells
                 self._mended(subject, reading.at)
-            self.learned.energy[subject] = reading.value
+            self.learned.energy[subject] = reading.value or self.learned.energy.get(subject, 0.0)
         elif name == "gpu_nvlink_up":
             self.learned.nvlinks[subject] = self.learned.nvlinks.get(subject, 0) | int(reading.value)
         elif name == "gpus_dev":  # at first sight a GPU may have fallen already
@@ -230,6 +230,8 @@ class Node:
 
     def _mended(self, uuid: str, at: float) -> None:
         self.history.reset(uuid, at)
+        if uuid in self.gpus:  # what came while nobody knew its UUID
+            self.history.reset(self.gpus[uuid].bdf, at)
         if all(at - self.history.mended.get(gpu, 0.0) <= TOGETHER_S for gpu in self.gpus):
             for switch in {e.subject for e in self.history.entries.values() if e.kind == "sxid"}:
                 self.history.reset(switch, at)  # with all its GPUs

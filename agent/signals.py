@@ -1368,7 +1368,8 @@ def blind(scene: Scene, rule: Rule, root: str, signals: Mapping[tuple[str, str],
     ask = Ask(scene, SIGNALS[rule.signal][0], rule, root, 0.0)
     if target is not None and (starting(ask) or asked_to_stop(ask)):
         return ask.idle("starting" if starting(ask) else "its pod was asked to stop")
-    if root in scene.gpus and any(found.value for rule_id in hardware.NVML_AS_A_WHOLE
+    if root in scene.gpus and any(found.value and not found.evidence.get("nvml_works")
+                                  for rule_id in hardware.NVML_AS_A_WHOLE
                                   if (found := signals.get((rule_id, scene.node))) is not None):
         return ask.idle("NVML fails as a whole, and that has an alert of its own")
     if root in scene.gpus and hardware.never_told(scene, root):

@@ -151,8 +151,14 @@ def never_told(scene: Scene, uuid: str) -> bool:
 
 def driver_mismatch(ask: Ask) -> Signal:
     """Whether the driver's library and its kernel module are of different versions: a reload or reboot is due."""
-    return start_fails(ask, (VERSION_MISMATCH,), "the driver's library and the loaded kernel module are of different "
-                       "versions: nothing new can use a GPU until the module is reloaded or the node rebooted")
+    found = start_fails(ask, (VERSION_MISMATCH,), "the driver's library and the loaded kernel module are of different "
+                        "versions: nothing new can use a GPU until the module is reloaded or the node rebooted")
+    got = ask.windows.latest(DEVICES, "driver_differs", ask.now)
+    if found.value or not isinstance(got, Sample) or not got.value:
+        return found
+    text = ("another version of the driver's library was installed than the module that is loaded: what runs goes on, "
+            "an engine that starts anew will not find its GPU (tocsin doctor shows both)")
+    return text_value(ask, 1.0, text, got.at, nvml_works=True)
 
 
 def device_access(ask: Ask) -> Signal:

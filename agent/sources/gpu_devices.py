@@ -1,4 +1,4 @@
-"""How many NVIDIA GPUs the kernel shows, on three ways that do not need NVML: PCI, the driver's /proc, /dev."""
+"""What is known without NVML: how many NVIDIA GPUs, by PCI, the driver's /proc and /dev; the driver's versions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 from agent.model import Batch, Sample
 
 SUBJECT = "gpu_devices"
+# Where the library lies that whatever starts next will load: Debian, Red Hat, a container's own.
+LIBRARIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "usr/lib")
+VERSION = r"\d+(?:\.\d+)+"
 
 
 def nvidia_devices(pci: Path) -> list[str]:
@@ -32,8 +35,30 @@ def count(folder: Path, name: str) -> int:
         return 0
 
 
+def module_version(root: Path) -> str | None:
+    """The version of the kernel module that is loaded; None where none is, or it does not tell."""
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    told = re.search(rf"Kernel Module(?: for \S+)?\s+({VERSION})", text)
+    return None if told is None else told[1]
+
+
+def library_version(root: Path) -> str | None:
+    """The version of the driver's library on disk, by the name of the file behind it; None where it is not found."""
+    for folder in LIBRARIES:
+        try:
+            name = (root / folder / "libnvidia-ml.so.1").resolve(strict=True).name
+        except (OSError, RuntimeError):
+            continue
+        told = re.fullmatch(rf"libnvidia-ml\.so\.({VERSION})", name)
+        return None if told is None else told[1]
+    return None
+
+
 class GpuDevices:
-    """The kernel's counts as a Source: samples gpus_pci, gpus_proc, gpus_dev."""
+    """The kernel's counts as a Source: samples gpus_pci, gpus_proc, gpus_dev; driver_differs where both are told."""
 
     name = "gpu_devices"
 
@@ -50,8 +75,12 @@ class GpuDevices:
             "gpus_proc": count(self._root / "proc/driver/nvidia/gpus", r".+"),
             "gpus_dev": count(self._root / "dev", r"nvidia\d+"),
         }
-        readings = tuple(Sample(name, SUBJECT, float(value), now) for name, value in counts.items())
-        return Batch(self.name, now, time.monotonic() - began, readings)
+        readings = [Sample(name, SUBJECT, float(value), now) for name, value in counts.items()]
+        module, library = module_version(self._root), library_version(self._root)
+        if module is not None and library is not None:
+            readings.append(Sample("driver_differs", SUBJECT, float(module != library), now))
+        self.note = f"PCI, /proc/driver/nvidia, /dev; module {module or 'not loaded'}, library {library or 'not found'}"
+        return Batch(self.name, now, time.monotonic() - began, tuple(readings))
 
     def close(self) -> None:
         """Nothing is held."""

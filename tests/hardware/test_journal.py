@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -196,6 +197,27 @@ def test_journalctl_that_is_killed(real: Machine) -> None:
     real.add(XID.replace("79", "48"))
     assert seen(events(source)) == [("xid", 48, 1)]
     assert mark(real, source) == []
+
+
+@pytest.mark.heavy
+def test_journalctl_ends_with_an_agent_that_is_killed(real: Machine) -> None:
+    """kill -9 of the agent, without systemd: nobody is left behind who follows the journal for ever."""
+    real.add(XID)
+    code = ("import sys, time; from pathlib import Path; from agent.sources.journal import Journal\n"
+            "log = Journal(Path(sys.argv[1]), {}, '1' * 32)\n"
+            "while log.behind: list(log.records()); log.wait(0.1)\n"
+            "print(log._child.pid, flush=True); time.sleep(600)")
+    agent = subprocess.Popen([sys.executable, "-c", code, str(real.path.parent)], stdout=subprocess.PIPE, text=True)
+    assert agent.stdout
+    child = Path("/proc") / agent.stdout.readline().strip()
+    assert "--follow" in _command(child)
+    agent.kill()
+    agent.wait(60)
+    agent.stdout.close()
+    end = time.monotonic() + 60
+    while "--follow" in _command(child):  # gone, or a zombie where nobody waits for orphans
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def _command(process: Path) -> str:

@@ -323,6 +323,27 @@ def test_a_reset_while_the_agent_is_down(tell: Tell) -> None:
     assert restarted(story).run(30) == [("resolved", "xid-gpu")]
 
 
+def test_an_energy_counter_that_tells_nothing_is_no_reset(tell: Tell) -> None:
+    """A GPU whose firmware is gone told 0 mJ, and its own page was closed by it."""
+    story = tell(gpus())
+    story.run(30)
+    assert story.run(15, xid(119, story.at_s)) == [("firing", "xid-gpu")]
+    story.reader.play(gpus(gpu2={"energy_mj": 0}))
+    assert story.run(30) == []
+    story.reader.play(gpus())
+    assert story.run(30) == []
+
+
+def test_a_reset_ends_what_came_before_its_uuid_was_known(tell: Tell, tmp_path: Path) -> None:
+    """The log told of 0000:1d:00 before NVML had told whose that is; the reset of that GPU ends it all the same."""
+    story = tell({**gpus(), "errors": {"nvmlInitWithFlags": 9}})
+    assert story.run(15, xid(119, 0.0)) == [("firing", "xid-gpu")]
+    story.reader.begin(gpus(), tmp_path)
+    assert story.run(30) == []
+    story.reader.play(gpus(gpu2={"energy_mj": 500}))
+    assert ("resolved", "xid-gpu") in story.run(30)
+
+
 def test_a_switch_is_reset_with_its_gpus(tell: Tell) -> None:
     """No counter of a switch falls; all GPUs reset within minutes took it along. One alone did not."""
     line = line_of("nvidia-nvswitch2: SXid (PCI:0000:07:00.0): 20034, Fatal, Link 30 LTSSM Fault Up")
