@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -48,7 +49,7 @@ rules_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(alerts_app, name="alerts", help="List current and past alerts; `alerts stats`: the noise.")
 app.add_typer(config_app, name="config", help="`config check`: every fault in configuration and rules.")
 app.add_typer(notify_app, name="notify", help="`notify test`: a marked alert through every channel.")
-app.add_typer(rules_app, name="rules", help="`rules list`: what fires, how loud, and what to do.")
+app.add_typer(rules_app, name="rules", help="`rules list|export`: what fires, how loud, what to do.")
 app.add_typer(advise_commands.app, name="advise", help="`advise CHECKLIST`: the decision checklists as calculators.")
 app.add_typer(drill_commands.app, name="drill", help="`drill list|plan|run|abort|heal|history|unit`.")
 
@@ -573,6 +574,53 @@ def rules_list(context: typer.Context, config: ConfigFile = None, as_json: AsJso
         return rules_report(rows)
 
     emit(rows, as_json, report)
+
+
+class Format(StrEnum):
+    """Whose configuration `rules export` writes."""
+
+    prometheus = "prometheus"
+    alertmanager = "alertmanager"
+
+
+class Over(StrEnum):
+    """Over which metrics the rules for Prometheus go."""
+
+    engines = "engines"
+    tocsin = "tocsin"
+
+
+@rules_app.command("export")
+def rules_export(
+    context: typer.Context,
+    form: Annotated[Format, typer.Option("--format", help="Whose configuration to write.")],
+    over: Annotated[Over, typer.Option(help="Prometheus: the engines' own metrics, or Tocsin's.")] = Over.engines,
+    out: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="[default: stdout]")] = None,
+    config: ConfigFile = None,
+) -> None:
+    """Write the rules, as configured, for Prometheus, or their causes and a route for Alertmanager."""
+    from agent.config import load_all, slo_for
+    from agent.signals import CATALOGUE
+    from agent.strict import ConfigErrors
+    from rules import alertmanager, prometheus
+
+    try:
+        settings, ruleset = load_all(chosen(context, config), os.environ, CATALOGUE)
+    except ConfigErrors as errors:
+        raise Failure(f"{errors}\n{_count(errors.faults)}; `tocsin config check` looks again") from errors
+    if form is Format.alertmanager:
+        text = alertmanager.export(ruleset.rules)
+    elif over is Over.engines:
+        text = prometheus.over_engines(ruleset.rules, slo_for(settings), settings.poll)
+    else:
+        text = prometheus.over_tocsin(ruleset.rules, CATALOGUE)
+    if out is None:
+        write(text)
+        return
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as fault:
+        raise Failure(f"tocsin: {out}: {fault.strerror}; name a file that can be written, or leave -o out") from fault
 
 
 def _rule_row(rule: Rule, unit: str) -> dict[str, Any]:

@@ -28,13 +28,13 @@ receivers:
 class RealAlertmanager:
     """Starts at once, on `port`; `stop` and `start` again keep its data, as a restart does."""
 
-    def __init__(self, folder: Path, port: int, hook_url: str, wait: str = "1s") -> None:
+    def __init__(self, folder: Path, port: int, hook_url: str, wait: str = "1s", config: str = CONFIG) -> None:
         need("alertmanager")
         self.url = f"http://127.0.0.1:{port}"
         self._folder = folder
         self._port = port
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "alertmanager.yml").write_text(CONFIG.format(url=hook_url, wait=wait))
+        (folder / "alertmanager.yml").write_text(config.format(url=hook_url, wait=wait))
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:

@@ -81,6 +81,9 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.strict": Row("", "msgspec pathlib yaml"),
     "agent.config": Row("agent.engines agent.model agent.strict rules", "msgspec os pathlib socket zoneinfo"),
     "rules": Row("agent.model agent.strict", "msgspec pathlib"),
+    "rules.alertmanager": Row("agent.incidents agent.model"),
+    "rules.grafana": Row("rules.prometheus", "json pathlib"),
+    "rules.prometheus": Row("agent.engines agent.model agent.stats agent.web.metrics rules"),
     "agent.backtest": Row(
         "agent.config agent.engines.pages agent.evaluate agent.exposition agent.model agent.node agent.signals"
         " agent.stats agent.strict agent.windows rules",
@@ -186,7 +189,8 @@ MAY_IMPORT: dict[str, Row] = {
         "agent agent.advise_commands agent.backtest agent.client agent.config agent.model agent.notifiers"
         " agent.notifiers.trial agent.oneshot agent.postmortem agent.record agent.release_watch agent.show"
         " agent.signals agent.silences agent.sources.nvml agent.strict agent.words drills drills.cli drills.config"
-        " rules",
+        " rules"
+        " rules.alertmanager rules.prometheus",
         "msgspec os pathlib shlex signal sys threading typer",
     ),
     "runbooks": Row(),

@@ -134,7 +134,8 @@ class FakeView:
         ]
 
     def book(self) -> Book:
-        hot = Alert("gpu-temperature", "GPU-1", "firing", "ticket", since=NOW - 60)
+        hot = Alert("gpu-temperature", "GPU-1", "firing", "ticket", since=NOW - 60,
+                    labels={"node": "gpu-17", "gpu": "GPU-1"})
         slow = Alert("queue-age", "llama", "pending", "page", since=NOW - 5)
         return Book({("gpu-temperature", "GPU-1"): hot, ("queue-age", "llama"): slow})
 
@@ -500,9 +501,11 @@ def test_metrics_say_what_the_signals_say(tcp: Server) -> None:
     assert got["tocsin_signal_age_seconds", (("signal", "queue_age"), ("subject", "llama"))] == 2.0
     gap = (("reason", "missing"), ("signal", "kv_cache_utilization"), ("subject", "llama"))
     assert got["tocsin_signal_gap", gap] == 1.0
-    hot = (("rule", "gpu-temperature"), ("severity", "ticket"), ("subject", "GPU-1"))
+    hot = (("engine", ""), ("gpu", "GPU-1"), ("node", "gpu-17"), ("rule", "gpu-temperature"), ("severity", "ticket"),
+           ("subject", "GPU-1"))
     assert got["tocsin_alert_state", hot] == 2.0
-    slow = (("rule", "queue-age"), ("severity", "page"), ("subject", "llama"))
+    slow = (("engine", ""), ("gpu", ""), ("node", ""), ("rule", "queue-age"), ("severity", "page"),
+            ("subject", "llama"))
     assert got["tocsin_alert_state", slow] == 1.0
     assert got["tocsin_source_duration_seconds", (("source", "engine llama"),)] == 0.012
     assert got["tocsin_source_errors_total", (("source", "engine llama"),)] == 3.0

@@ -28,6 +28,7 @@ SUFFIXES: Mapping[str, str] = {
 }
 # Which label says what a subject is, beside `subject`: as in the alerts' own labels.
 IDENTITY: Mapping[SubjectKind, str] = {"gpu": "gpu", "engine": "engine", "group": "engine", "target": "engine"}
+ALERT_PLACE = ("node", "engine", "gpu")  # labels of an alert by which Alertmanager's inhibition goes
 ALERT_STATES = {"pending": 1.0, "firing": 2.0}
 
 
@@ -102,10 +103,11 @@ def _alert_family(book: Book) -> Metric:
     family = GaugeMetricFamily(
         "tocsin_alert_state",
         "1 while an alert is pending, 2 while it is firing; absent otherwise",
-        labels=["rule", "subject", "severity"],
+        labels=["rule", "subject", "severity", *ALERT_PLACE],
     )
     for alert in book.alerts.values():
-        family.add_metric([alert.rule, alert.subject, alert.severity], ALERT_STATES[alert.state])
+        place = [alert.labels.get(name, "") for name in ALERT_PLACE]  # known from the moment on that it fires
+        family.add_metric([alert.rule, alert.subject, alert.severity, *place], ALERT_STATES[alert.state])
     return family
 
 
