@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev test test-k8s run lint types heavy vllm-router vllm test-engine torture bench clean
+.PHONY: help setup setup-dev test test-k8s run lint types heavy vllm-router vllm test-engine exported torture bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -67,6 +67,9 @@ test-engine: setup-dev .venv-vllm/.installed  ## the tests of tests/engine: what
 	$(BIN)/python -m pytest -m engine
 
 RUNS ?= 60
+exported: setup-dev  ## write deploy/prometheus and deploy/grafana anew from the rules
+	$(BIN)/python -m rules.exported
+
 torture: setup-dev  ## kill drills at random instants and look what is left (RUNS=1000; needs root and nftables)
 	$(BIN)/python -m tests.torture --runs $(RUNS)
 

@@ -1,4 +1,4 @@
-"""The two dashboards for Grafana; `python -m rules.grafana` writes them to deploy/grafana.
+"""The two dashboards for Grafana, as they stand in deploy/grafana. Pure.
 
 tocsin.json is over what the agents tell on /metrics, engines.json over the engines' own metrics, by all of their names.
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rules.prometheus import ENGINE, TARGET, last, rise, through
 
-FOLDER = Path(__file__).parents[1] / "deploy" / "grafana"
 WIDTH, HEIGHT, COLUMNS = 8, 8, 3
 WINDOW_S = 300.0
 LATE_S = 60.0  # dashboards are for scrapes of up to 20 s, too
@@ -141,8 +139,3 @@ def written() -> dict[str, str]:
     models = {"tocsin.json": dashboard("tocsin", "Tocsin: the node's health", TOCSIN, [instance]),
               "engines.json": dashboard("tocsin-engines", "Tocsin: the engines' own metrics", ENGINES, [])}
     return {name: json.dumps(model, indent=1, ensure_ascii=False) + "\n" for name, model in models.items()}
-
-
-if __name__ == "__main__":
-    for name, text in written().items():
-        (FOLDER / name).write_text(text, encoding="utf-8")

@@ -24,6 +24,7 @@ from agent.model import Rule
 from agent.web.app import PRIVATE, make_app
 from agent.web.server import serve_unix
 from agent.words import place
+from rules.exported import files
 from tests import told_incident
 from tests.receiver import Receiver, Reply
 from tests.test_web import CATALOGUE, NOW, FakeView
@@ -311,6 +312,20 @@ def test_a_silence_says_how_to_mute_alertmanager_too(cli: Cli, view: FakeView, t
     assert out.splitlines()[-1] == (
         "Alertmanager is told as ever; to mute it there: amtool silence add --alertmanager.url=http://am:9093"
         """ 'node="gpu-17"' 'rule=~"gpu-.*"' --duration=7200s '--comment=it'"'"'s me'""")
+
+
+@pytest.mark.parametrize(("words", "file"), [
+    (["prometheus"], "tocsin-engines.rules.yml"), (["prometheus", "--over", "tocsin"], "tocsin.rules.yml"),
+    (["alertmanager"], "alertmanager.yml"),
+])
+def test_rules_export_writes_what_ships(cli: Cli, tmp_path: Path, words: list[str], file: str) -> None:
+    """Where nothing is configured; to stdout, or to a file."""
+    code, out, err = cli("rules", "export", "--format", *words)
+    assert (code, out, err) == (0, files()[f"prometheus/{file}"], "")
+    assert cli("rules", "export", "--format", *words, "-o", str(tmp_path / "x")) == (0, "", "")
+    assert (tmp_path / "x").read_text() == out
+    code, out, err = cli("rules", "export", "--format", *words, "-o", str(tmp_path / "no" / "x"))
+    assert (code, out, "No such file" in err) == (2, "", True)
 
 
 def test_alerts_without_an_agent_say_how_to_start_one(cli: Cli) -> None:

