@@ -493,9 +493,10 @@ class CanaryConfig(_Form, frozen=True):
 
 
 class ProbeConfig(_Form, frozen=True):
-    """`probe`."""
+    """`probe`. `folder`: where tocsin-probe writes, TOCSIN_PROBE_DIR in the engine's environment."""
 
     canary: CanaryConfig = CanaryConfig()
+    folder: AbsolutePath = Path("/run/tocsin/probe")
 
 
 class WebConfig(_Form, frozen=True):

@@ -41,6 +41,7 @@ from agent.outbox import Outbox
 from agent.signals import CATALOGUE, Target
 from agent.sources.discovery import DiscoverySource
 from agent.sources.engine import EngineSource
+from agent.sources.engine_probe import ProbeSource
 from agent.sources.fetch import is_local
 from agent.sources.gpu_devices import GpuDevices
 from agent.sources.kernel_log import KernelLog
@@ -171,6 +172,8 @@ def build(config: Config, rules: RuleSet) -> Agent:
     shapes = {name: len(known["engines"]) > 1 or known["engines"][0] != name
               for name, known in (learned.get("targets") or {}).items() if known.get("engines")}
     sources = [*sources_of(config, shapes, learned.get("kernel_log")), *discoveries(config, os.environ)]
+    if config.discover:  # whose process is whose, only discovery knows
+        sources.append(ProbeSource(config.probe.folder))
     agent = Agent(Node(setup_of(config, rules.rules)), Collector(sources), store,
                   notes=[*without_function(config), *not_installed(config), *without_api(config), *rules.notes])
     if config.discover:

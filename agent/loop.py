@@ -39,7 +39,7 @@ from agent.model import (
 from agent.node import Node, Traffic
 from agent.notifiers import Route, owed_for_incidents, owed_to
 from agent.outbox import ChannelStatus, Outbox
-from agent.signals import Target, router_signals
+from agent.signals import Target, probe_signals, router_signals
 from agent.store import ACCOUNTED, FrameRow, LayoutRow, NotSaved, Store, StoreError
 from agent.trend import FINE, KEPT_S, MINUTE, TRACK, Points, Saved, Trend, points
 from agent.web.metrics import SourceStat
@@ -71,6 +71,13 @@ class Asks(Protocol):
 
     asks: str | None
     held: bool
+
+
+@runtime_checkable
+class ByProcess(Protocol):
+    """A source that finds things by process. `owners`: process -> its target and that one's engines."""
+
+    owners: Mapping[int, tuple[str, tuple[str, ...]]]
 
 
 @dataclass
@@ -244,6 +251,7 @@ class Agent:
                 self.node.take(self._of_ourselves(now))
                 transitions = self.node.step(now, dt_s)
                 self._hold_canaries()
+                tell_owners(self.node, self.collector)
                 notices = self._notices(transitions, now)
                 kept = self.node.incident_records()
                 frames, layouts = self._frames(self.node.windows.unsaved(), self._curves(now))
@@ -543,9 +551,9 @@ class Agent:
             return list(self.node.signals.values())
 
     def readings(self) -> list[Signal]:
-        """What is told and judged by no rule: arrivals, errors and shares per replica as the routers count them."""
+        """What is told and judged by no rule: what routers count per replica, the age without a first token."""
         with self._lock:
-            return router_signals(self.node.scene)
+            return [*router_signals(self.node.scene), *probe_signals(self.node.scene)]
 
     def book(self) -> Book:
         """The open alerts of the last tick."""
@@ -708,6 +716,13 @@ class Agent:
         """Deliveries since the start by channel and outcome."""
         return {name: {"delivered": s.delivered, "rejected": s.rejected, "retried": s.retried}
                 for name, s in self._channels().items()}
+
+
+def tell_owners(node: Node, collector: Collector) -> None:
+    """Sources that find things by process learn whose each process is."""
+    for slot in collector.slots.values():
+        if isinstance(slot.source, ByProcess):
+            slot.source.owners = node.owners()
 
 
 def _rows(frames: Iterable[FrameRow], keys: Mapping[tuple[str, int], tuple[SeriesKey, ...]]) -> Iterable[Row]:

@@ -143,6 +143,16 @@ class PodFacts:
     gpus: tuple[str, ...] = ()
 
 
+class ProbeFacts(NamedTuple):
+    """What tocsin-probe in a target's processes says of itself."""
+
+    target: str
+    vllm: str  # version
+    parts: tuple[str, ...]  # what it watches: "front end", "queue", "2 ranks"
+    aside: tuple[str, ...]  # what it does not, and why
+    stopped: tuple[int, ...]  # processes that are stopped (SIGSTOP)
+
+
 EventKind = Literal["xid", "sxid", "lost", "map", "limited", "forged", "overrun", "boot"]
 
 
@@ -188,6 +198,7 @@ class Batch:
     workloads: tuple[str, ...] | None = None  # namespace/name of those that are watched in the whole cluster
     events: tuple[Event, ...] = ()
     cursor: Mapping[str, Any] | None = None
+    probes: tuple[ProbeFacts, ...] | None = None  # of each target that has tocsin-probe, where one looked
 
 
 class Source(Protocol):
@@ -243,6 +254,21 @@ SAMPLES: Mapping[str, Kind] = {
     "slow": "gauge",  # 1: timed out at this read
     "rung": "gauge",  # how far the ladder was climbed: 0 nothing, 1 TCP, 2 /health, 3 /metrics
     "connections": "gauge",  # to its port, but for our own; only where this machine's table shows them
+    # of tocsin-probe inside vLLM (subject: the engine)
+    "probe_queue_age_s": "gauge",  # s since the oldest request arrived that was never scheduled; 0: there is none
+    "probe_queued": "gauge",  # requests never scheduled, at most
+    "probe_steps": "counter",  # steps that scheduled a token
+    "probe_graph_steps": "counter",  # decode steps; key: "graph", "eager" though captured, "over" the captured sizes
+    "probe_graph_largest": "gauge",  # tokens, the largest captured size
+    "probe_tp_size": "gauge",  # ranks of a tensor-parallel group
+    "probe_rank_seconds": "counter",  # s of compute without waiting in collectives; key: rank
+    "probe_rank_steps": "counter",  # steps timed so; key: rank
+    "probe_rank_late_s": "gauge",  # s by which a rank's host enters a step after the first one does; key: rank
+    "probe_profiled_seconds": "counter",  # s of kernels that are no collectives, in profiled steps; key: rank
+    "probe_profiled_steps": "counter",  # key: rank
+    # the same of its API servers (subject: target)
+    "probe_first_token_age_s": "gauge",  # s since the oldest request arrived that has no token yet; 0: there is none
+    "probe_unanswered": "gauge",  # requests without a token, at most
     # of a router (subject: the router); shares per replica have the replica's address, as it names it, as key
     "router_requests": "counter",  # arrived or completed, as its map says
     "router_errors": "counter",  # key: kind of error

@@ -40,6 +40,7 @@ from agent.model import (
     IncidentMessage,
     MigFacts,
     PodFacts,
+    ProbeFacts,
     Rule,
     Sample,
     Severity,
@@ -120,6 +121,7 @@ class Node:
         self.workloads: tuple[str, ...] = ()  # that are watched in the whole cluster
         self.processes: dict[str, FoundEngine] = {}  # address -> the engine in a pod here that listens there
         self.pids: dict[int, FoundEngine] = {}  # port -> the engine on this machine that listens there
+        self.probes: dict[str, ProbeFacts] = {}  # target -> what tocsin-probe in its processes says of itself
         self.gpus: dict[str, GpuFacts] = {}
         self.gpu_seen_at: dict[str, float] = {}
         self.gone: dict[str, GpuFacts] = {}  # GPUs that have ended: what closes with them is told by their index
@@ -176,6 +178,8 @@ class Node:
         if batch.source.startswith("canary:"):
             self.users |= {reading.subject: batch.at for reading in batch.readings if reading.name == "user_requests"}
         self._take_kubernetes(batch)
+        if batch.probes is not None:
+            self.probes = {facts.target: facts for facts in batch.probes}
         if batch.router is not None:
             self.routers[batch.router.target] = batch.router
         for gpu in batch.gpus or ():
@@ -325,6 +329,15 @@ class Node:
         for subject in (name, *self.learned.targets.pop(name, {}).get("engines", ())):
             self.windows.forget(subject)
 
+    def owners(self) -> dict[int, tuple[str, tuple[str, ...]]]:
+        """Process -> its target and that one's engines in order, as discovery last saw the processes."""
+        found: dict[int, tuple[str, tuple[str, ...]]] = {}
+        for target in self.setup.targets:
+            engine = self.pids.get(target.port)
+            engines = tuple(self.learned.targets.get(target.name, {}).get("engines", (target.name,)))
+            found |= dict.fromkeys(() if engine is None else engine.pids, (target.name, engines))
+        return found
+
     def _gpus_of(self, target: Target) -> tuple[int, ...]:
         """The GPUs of a target, by rank where its processes tell theirs: as configured, else by NVML's processes."""
         engine = self._processes_of(target)
@@ -396,10 +409,12 @@ class Node:
         canary = self.windows.track_of(name, "canary_age_s") is not None
         routed = any(catalogue.replica_of(target, key) for router in self.routers
                      for key in self.windows.keys(router, "router_worker_inflight"))
-        if not canary and not routed:
+        probe = self.probes.get(name)
+        if not canary and not routed and (probe is None or "front end" not in probe.parts):
             where = target.address or "its address"
             said.append("not seen: a hang in which its page stays green (vLLM: running 0, waiting 0, /health 200);"
                         f' probe.canary: {{urls: ["http://{where}"]}} would show it')
+        said += probe_advice(probe, self.facts.get(name))
         if target.gpus and target.port in self.pids:
             said.append(f"on GPUs {', '.join(map(str, target.gpus))}")
         told = {engine: got.value for engine in target.engines
@@ -928,6 +943,17 @@ def _address(known: Mapping[str, Any]) -> str:
 def is_of(subject: str, announced: Sequence[str] | None) -> bool:
     """Whether a drill announced something of this subject; one of an older version does not say of which."""
     return announced is None or any(subject == one or subject.startswith(f"{one}/") for one in announced)
+
+
+def probe_advice(probe: ProbeFacts | None, facts: EngineFacts | None) -> list[str]:
+    """What tocsin-probe in a target's processes tells and what it does not; of a vLLM without it, what it would."""
+    if probe is None:
+        missing = ("no tocsin-probe in it: installed into vLLM's environment (0.8 and later), it tells the queue's age"
+                   " exactly, CUDA-graph fallbacks and compute time by rank (probe/README.md)")
+        return [missing] if facts is not None and facts.kind == "vllm" else []
+    said = [f"tocsin-probe tells of its {', '.join(probe.parts) or 'processes nothing yet'} (vLLM {probe.vllm})"]
+    said += [f"tocsin-probe stands aside at the {what}" for what in probe.aside]
+    return said + [f"process {pid} of it is stopped (SIGSTOP)" for pid in probe.stopped]
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -11,11 +11,12 @@ import msgspec
 
 from agent.config import DEFAULT_PATH, Config, EngineConfig, address_of, base_url, rules_for
 from agent.daemon import local_port, setup_of, sources_of
-from agent.loop import GRACE_S, Collector, doctor_report
+from agent.loop import GRACE_S, Collector, doctor_report, tell_owners
 from agent.model import FoundEngine, Source
 from agent.node import Node
 from agent.signals import CATALOGUE
 from agent.sources.discovery import DiscoverySource
+from agent.sources.engine_probe import ProbeSource
 from agent.windows import LATE_INTERVALS
 
 READ_WITHIN_S = 5.0  # the longest that one read of any source may take
@@ -59,6 +60,7 @@ def _watch(node: Node, collector: Collector, watch_for_s: float, progress: Calla
 
 def _round(node: Node, collector: Collector, wait_s: float) -> dict[str, str | None]:
     """One read of every source and one judgement; returns each source's error."""
+    tell_owners(node, collector)
     for batch in collector.gather(wait_s):
         node.take(batch)
     node.step(time.time(), LATE_INTERVALS * node.setup.poll_s)
@@ -68,7 +70,10 @@ def _round(node: Node, collector: Collector, wait_s: float) -> dict[str, str | N
 
 def _prepare(config: Config, poll_s: float) -> tuple[Node, Sequence[Source]]:
     setup = setup_of(config, rules_for(config, CATALOGUE).rules, clip_windows=True)
-    return Node(replace(setup, poll_s=poll_s)), sources_of(config, {}, once=True)
+    sources = sources_of(config, {}, once=True)
+    if config.discover and config.engines and config.probe.folder.is_dir():
+        sources.append(ProbeSource(config.probe.folder))
+    return Node(replace(setup, poll_s=poll_s)), sources
 
 
 def _discovered(config: Config) -> tuple[Config, Seen]:

@@ -34,9 +34,10 @@ CROWDED_KV = 0.5  # below, no request was preempted
 NOT_WORTH_IT = 0.15  # prefix-cache hit rate
 HALF = 0.5
 LIVE = (("generation_tokens", ""), ("itl", "count"), ("steps", ""), ("graph_passes", "graph"),
-        ("graph_passes", "eager"))  # move while an answer is written
+        ("graph_passes", "eager"), ("probe_steps", ""))  # move while an answer is written
 PROGRESS = (*LIVE, ("ttft", "count"), ("prompt_tokens", ""), ("finished", "stop"), ("finished", "length"))
 HW_THERMAL, HW_POWER_BRAKE = 0x40, 0x80  # nvml.h: nvmlClocksEventReasonHwThermalSlowdown, ...HwPowerBrakeSlowdown
+PROFILED = 3  # profiled steps of each rank, at least
 MANY = 720  # failed reads in a row: more are not counted
 
 
@@ -265,15 +266,23 @@ def stale(ask: Ask, name: str, value: float) -> Signal | None:
 
 
 def queue_age_s(ask: Ask) -> Signal:
-    """H1. First-come-first-served bound on the age of the oldest request never yet scheduled.
+    """H1. Age of the oldest request never yet scheduled: as the in-engine probe tells it, else the bound.
 
-    With A_j = first tokens so far + waiting at read j, the head of the queue is request number (first tokens + 1); it
-    arrived between the two reads around which A crossed that number, and where in between is interpolated.
+    The first-come-first-served bound: with A_j = first tokens so far + waiting at read j, the head of the queue is
+    request number (first tokens + 1); it arrived between the two reads around which A crossed that number, and where in
+    between is interpolated.
     """
     sleeping = ask.asleep()
+    if sleeping:
+        return sleeping
+    probed = ask.windows.latest(ask.subject, "probe_queue_age_s", ask.now)
+    if isinstance(probed, Sample):
+        warm, evidence = ask.warming_up("waiting"), probe_evidence(ask, {})
+        return ask.idle(warm, probed.value, method="exact: probe", evidence=evidence) if warm else \
+            ask.value(probed.value, at=probed.at, method="exact: probe", evidence=evidence)
     waiting = ask.latest("waiting")
-    if sleeping or isinstance(waiting, Signal):
-        return sleeping or waiting  # type: ignore[return-value]
+    if isinstance(waiting, Signal):
+        return waiting
     told = ask.problem("ttft", ask.teller("ttft"), "count")  # a bad bucket costs the quantiles, not the queue
     if told is not None:
         return told
@@ -283,10 +292,22 @@ def queue_age_s(ask: Ask) -> Signal:
     age_s, low_s, high_s = queue_age_bound(ask, waiting)
     warm = ask.warming_up("waiting")
     evidence = {"waiting": waiting.value, "low_s": low_s, "high_s": high_s}
+    if probed.code is Why.LOST:
+        evidence["note"] = f"tocsin-probe told it and does no more: {probed.why}"
     method = "exact" if waiting.value <= 0 else "bound"
     if warm:
         return ask.idle(warm, age_s, method=method, evidence=evidence)
     return ask.value(age_s, at=waiting.at, method=method, evidence=evidence, low=low_s, high=high_s)
+
+
+def probe_evidence(ask: Ask, evidence: dict[str, Any]) -> dict[str, Any]:
+    """What the probe tells of requests that wait: how many were never scheduled, and the age without a first token."""
+    assert ask.target is not None  # noqa: S101
+    for name, subject in (("probe_queued", ask.subject), ("probe_first_token_age_s", ask.target.name)):
+        got = ask.windows.latest(subject, name, ask.now)
+        if isinstance(got, Sample):
+            evidence[{"probe_queued": "queued"}.get(name, "no_first_token_age_s")] = got.value
+    return evidence
 
 
 def queue_age_bound(ask: Ask, waiting: Sample) -> tuple[float, float, float | None]:
@@ -368,14 +389,36 @@ def preemptions(ask: Ask) -> Signal:
 
 def graph_fallback(ask: Ask) -> Signal:
     """H4. Decode steps that ran eager though their shape is captured; no stock vLLM tells it, SGLang without sizes."""
+    if ask.windows.track_of(ask.subject, "probe_graph_steps") or (ask.subject, "probe_graph_steps") in ask.windows.gaps:
+        return probed_fallback(ask)
     got = ask.windows.latest(ask.subject, "graph_fallback", ask.now)
     if isinstance(got, Sample):
         warm = ask.warming_up("graph_fallback")
         return ask.asleep() or (ask.idle(warm, got.value) if warm else ask.value(got.value, at=got.at))
     trouble = ask.problem("graph_passes")
     if trouble is not None and (trouble.state == "na" or ask.windows.track_of(ask.subject, "graph_passes") is None):
-        return ask.na("this engine does not tell its CUDA-graph fallbacks (vLLM: only the in-engine probe can)")
+        return ask.na("this engine does not tell its CUDA-graph fallbacks (vLLM: tocsin-probe would)")
     return estimated_fallback(ask)
+
+
+def probed_fallback(ask: Ask) -> Signal:
+    """H4 from the in-engine probe, which knows how each decode step ran and which sizes are captured."""
+    missing = ask.asleep() or ask.problem("probe_graph_steps") or ask.uncovered("probe_graph_steps")
+    if missing:
+        return missing
+    warm = ask.warming_up("waiting")
+    if warm:
+        return ask.idle(warm)
+    steps = ask.windows.increases(ask.subject, "probe_graph_steps", ask.start())
+    total = sum(steps.values())
+    if total <= 0:
+        return ask.idle("no decode step")
+    largest = ask.windows.latest(ask.subject, "probe_graph_largest", ask.now)
+    evidence: dict[str, Any] = {"eager_steps": steps.get("eager", 0.0), "over_captured_sizes": steps.get("over", 0.0),
+                                "steps": total}
+    evidence |= {"largest_captured": largest.value} if isinstance(largest, Sample) else {}
+    return ask.value(steps.get("eager", 0.0) / total, at=ask.told_at("probe_graph_steps"), method="exact: probe",
+                     evidence=evidence)
 
 
 def estimated_fallback(ask: Ask) -> Signal:
@@ -724,10 +767,16 @@ def spent(ask: Ask, targets: list[Target], window_s: float) -> tuple[float, floa
 
 def rank_step_spread(ask: Ask) -> Signal:
     """H8. Spread of compute time over the ranks: they make the same steps, so of their seconds it is that of a step."""
+    if ask.windows.keys_now(ask.subject, "probe_rank_seconds"):
+        return probed_spread(ask)
+    hidden = ask.windows.gaps.get((ask.subject, "probe_rank_seconds"))
     told = ask.windows.problem(ask.subject, "rank_seconds", ask.now)
     ranks = ask.windows.keys(ask.subject, "rank_seconds")
     if not ranks or (told is not None and told.code is Why.NOT_SUPPORTED):
-        return ask.na("compute time per rank is told by no stock vLLM (the in-engine probe would), by SGLang only with"
+        if hidden is not None:
+            return ask.asleep() or profiled_spread(ask, hidden.why) if hidden.code is Why.NOT_SUPPORTED \
+                else ask.gap(hidden.code, hidden.why)
+        return ask.na("compute time per rank is told by no stock vLLM (tocsin-probe would), by SGLang only with"
                       " --enable-metrics-for-all-schedulers; see rank-clock-spread")
     missing = ask.asleep() or ask.problem("rank_seconds") or ask.uncovered("rank_seconds")
     if missing:
@@ -739,16 +788,85 @@ def rank_step_spread(ask: Ask) -> Signal:
     needed = float(ask.rule.params["steps"])
     if steps < needed:
         return ask.idle(f"{steps:.0f} of at least {needed:.0f} decode steps")
+    found = spread_of(ask, seconds)
+    if found is None:
+        return ask.idle("no rank computed")
+    spread, evidence = found
+    return ask.value(spread, at=ask.told_at("rank_seconds"), method="engine's own seconds per rank",
+                     evidence=evidence | {"steps": steps})
+
+
+def spread_of(ask: Ask, seconds: Mapping[str, float]) -> tuple[float, dict[str, Any]] | None:
+    """(max − min) ÷ median of seconds by rank, and who is slow; None where nobody computed."""
     middle = median(seconds.values())
     if middle <= 0:
-        return ask.idle("no rank computed")
+        return None
     slow = max(seconds, key=lambda rank: seconds[rank])
-    spread = (seconds[slow] - min(seconds.values())) / middle
-    evidence: dict[str, Any] = {"slow_rank": slow, "slow_s": seconds[slow], "median_s": middle, "steps": steps}
+    evidence: dict[str, Any] = {"slow_rank": slow, "slow_s": seconds[slow], "median_s": middle}
     if ask.target is not None and slow.isdigit() and int(slow) < len(ask.target.gpus):
         index = ask.target.gpus[int(slow)]
         evidence["slow_gpu"] = next((g.uuid for g in ask.scene.gpus.values() if g.index == index), f"GPU {index}")
-    return ask.value(spread, at=ask.told_at("rank_seconds"), method="engine's own seconds per rank", evidence=evidence)
+    return (seconds[slow] - min(seconds.values())) / middle, evidence
+
+
+def worst_stage(ask: Ask, seconds: Mapping[str, float]) -> tuple[float, dict[str, Any]] | None:
+    """The largest spread of a tensor-parallel group: the stages of a pipeline do not make the same steps."""
+    size = ask.windows.latest(ask.subject, "probe_tp_size", ask.now)
+    of = int(size.value) if isinstance(size, Sample) and size.value >= 1 else len(seconds)
+    stages: dict[int, dict[str, float]] = {}
+    for rank, value in seconds.items():
+        stages.setdefault(int(rank) // of, {})[rank] = value
+    found = [one for stage in stages.values() if len(stage) > 1 and (one := spread_of(ask, stage)) is not None]
+    return max(found, key=lambda one: one[0], default=None)
+
+
+def probed_spread(ask: Ask) -> Signal:
+    """H8 from the in-engine probe: each rank's time in a step without what it waited in collectives."""
+    missing = ask.asleep() or ask.problem("probe_rank_seconds") or ask.uncovered("probe_rank_seconds")
+    if missing:
+        return missing
+    now = ask.windows.keys_now(ask.subject, "probe_rank_seconds")
+    if len(now) < 2:
+        return ask.gap(Why.MISSING, f"rank {', '.join(now)} alone tells its time")
+    steps, seconds = ({rank: rise for rank, rise in ask.windows.increases(ask.subject, name, ask.start()).items()
+                       if rank in now} for name in ("probe_rank_steps", "probe_rank_seconds"))
+    watched = ask.count("probe_steps", ask.subject, ask.start())
+    needed = float(ask.rule.params["steps"])
+    if watched < needed:
+        return ask.idle(f"{watched:.0f} of at least {needed:.0f} steps")
+    found = worst_stage(ask, {rank: seconds[rank] / steps[rank] for rank in now if steps.get(rank)})
+    if found is None:
+        return ask.idle("no step was timed")
+    spread, evidence = found
+    return ask.value(spread, at=ask.told_at("probe_rank_seconds"), method="exact: probe",
+                     evidence=evidence | {"steps": watched, "timed_steps": min(steps.values())} | entry_skew(ask))
+
+
+def entry_skew(ask: Ask) -> dict[str, Any]:
+    """How late the last host enters a step, and whose it is."""
+    late = {rank: got.value for rank in ask.windows.keys_now(ask.subject, "probe_rank_late_s")
+            if isinstance(got := ask.windows.latest(ask.subject, "probe_rank_late_s", ask.now, rank), Sample)}
+    if not late:
+        return {}
+    last = max(late, key=lambda rank: late[rank])
+    return {"late_rank": last, "late_by_s": late[last]}
+
+
+def profiled_spread(ask: Ask, why: str) -> Signal:
+    """H8 where the host sees no collective: by profiled steps where somebody asked for them, else the skew is shown."""
+    window_s = max(ask.window_s(), 1800.0)
+    steps, seconds = (ask.windows.increases(ask.subject, name, ask.start(window_s))
+                      for name in ("probe_profiled_steps", "probe_profiled_seconds"))
+    skew = entry_skew(ask)
+    if len(steps) > 1 and min(steps.values()) >= PROFILED:
+        found = worst_stage(ask, {rank: seconds[rank] / count for rank, count in steps.items()})
+        if found is not None:
+            return ask.value(found[0], at=ask.told_at("probe_profiled_steps"), method="estimate: profiled steps",
+                             evidence=found[1] | {"profiled_steps": min(steps.values())} | skew)
+    late_ms = 1000 * skew.get("late_by_s", 0.0)
+    shown = f"; rank {skew['late_rank']} enters a step {late_ms:.2f} ms after the first" if skew else ""
+    return ask.na(f"{why}{shown}; TOCSIN_PROBE_PROFILE_MINUTES=10 in the engine's environment profiles one step in 10"
+                  " min; see rank-clock-spread")
 
 
 def rank_clock_spread(ask: Ask) -> Signal:
@@ -1182,7 +1300,8 @@ def engine_stuck(ask: Ask) -> Signal:
     """
     sleeping = ask.asleep()
     running, waiting = ask.latest("running"), ask.latest("waiting")
-    outstanding = canary_waits(ask)
+    waits = [w for w in (witness_waits(ask, name) for name in WITNESSES) if w is not None]
+    outstanding = max(waits, key=lambda w: w.value or 0.0, default=None)
     if sleeping:
         return sleeping
     if isinstance(running, Signal) or isinstance(waiting, Signal):
@@ -1202,9 +1321,9 @@ def engine_stuck(ask: Ask) -> Signal:
                                 "waiting_alone_s": queue_s}
     evidence |= {"flat_while_routed_s": routed_s} if routed_s else {}
     evidence |= {"note": "nobody is connected: its gauges are stale"} if vetoed else {}
-    if outstanding is not None:
-        evidence |= outstanding.evidence
-        value = max(value, outstanding.value or 0.0)
+    for witness in waits:
+        evidence |= witness.evidence
+        value = max(value, witness.value or 0.0)
     return ask.value(value, at=min(running.at, waiting.at), evidence=evidence)
 
 
@@ -1219,21 +1338,27 @@ def nobody_is_connected(ask: Ask) -> bool:
     return isinstance(now, Sample) and now.value <= 0 and last is not None and ask.now - last >= STALE_S
 
 
-def canary_waits(ask: Ask) -> Signal | None:
-    """L2 by the canary: it has waited for `outstanding`, and no counter moved for `seen`. None: there is no canary.
+# who knows of a request that waits, whatever the page says: sample of the target -> what it is called as evidence
+WITNESSES = {"canary_age_s": ("canary_waits_s", "flat_with_canary_s"),
+             "probe_first_token_age_s": ("no_first_token_age_s", "flat_with_probe_s")}
 
-    In a real hang vLLM's page says running 0 and waiting 0, and stays so: then this alone sees it.
+
+def witness_waits(ask: Ask, name: str) -> Signal | None:
+    """L2 by the canary or the probe: a request has waited for `outstanding`, and no counter moved for `seen`.
+
+    In a real hang vLLM's page says running 0 and waiting 0, and stays so: then these alone see it. None: not there.
     """
     assert ask.target is not None  # noqa: S101
-    age = ask.windows.latest(ask.target.name, "canary_age_s", ask.now)
+    age = ask.windows.latest(ask.target.name, name, ask.now)
     if not isinstance(age, Sample):
         return None
     seen_s, outstanding_s = float(ask.rule.params["seen"]), float(ask.rule.params["outstanding"])
     since = ask.now - 2 * seen_s - age.value
     moved_at = progress_at(ask, ask.subject, since) or since
     flat_s = ask.now - max(moved_at, ask.windows.restarted_at(ask.subject, "running") or since)
-    value = min(flat_s / seen_s, age.value / outstanding_s)
-    return ask.value(value, at=age.at, evidence={"canary_waits_s": age.value, "flat_with_canary_s": flat_s})
+    waits, flat = WITNESSES[name]
+    return ask.value(min(flat_s / seen_s, age.value / outstanding_s), at=age.at,
+                     evidence={waits: age.value, flat: flat_s})
 
 
 def routed_and_flat_s(ask: Ask, limit_s: float) -> float:
@@ -1471,7 +1596,8 @@ def subjects(scene: Scene, spec: SignalSpec) -> list[str]:
     if key not in memo:
         engines = [e for t in scene.targets.values() for e in t.engines]
         groups = [e for t in scene.targets.values() for e in t.engines
-                  if len(t.gpus) > 1 or len(scene.windows.keys(e, "rank_seconds")) > 1]
+                  if len(t.gpus) > 1 or any(len(scene.windows.keys(e, name)) > 1 for name in (
+                      "rank_seconds", "probe_rank_seconds", "probe_rank_late_s"))]
         memo[key] = {"engine": engines, "target": list(scene.targets), "gpu": list(scene.gpus), "node": [scene.node],
                      "group": groups, "user": list(scene.users), "workload": list(scene.workloads)}[spec.subject]
     found: list[str] = memo[key]
@@ -1519,6 +1645,13 @@ def router_series(scene: Scene, router: str, name: str) -> list[Signal]:
                          for span_s in ROUTER_SPANS_S}
         found.append(Signal(name, router, "value", latest.at, latest.value, unit, evidence=evidence))
     return found
+
+
+def probe_signals(scene: Scene) -> list[Signal]:
+    """What tocsin-probe tells and no rule judges: the oldest age without a first token at each target."""
+    told = [scene.windows.latest(target, "probe_first_token_age_s", scene.now) for target in scene.targets]
+    return [Signal("no_first_token_age", got.subject, "value", got.at, got.value, "s", "exact: probe")
+            for got in told if isinstance(got, Sample)]
 
 
 def imbalance(values: Mapping[str, float]) -> dict[str, Any] | None:

@@ -109,6 +109,7 @@ MAY_IMPORT: dict[str, Row] = {
         "agent.engines agent.model agent.sources.discovery drills.cluster", "re threading time"
     ),
     "agent.sources.workloads": Row("agent.model agent.sources.pods drills.cluster", "threading"),
+    "agent.sources.engine_probe": Row("agent.model", WORLD),
     "agent.sources.probe": Row("agent.model agent.sources.fetch", WORLD),
     "agent.sources.router": Row(
         "agent.engines agent.engines.pages agent.exposition agent.model agent.sources.fetch", WORLD
@@ -166,16 +167,16 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "agent.daemon": Row(
         "agent.config agent.loop agent.model agent.node agent.notifiers agent.outbox agent.sdnotify agent.signals"
-        " agent.sources.discovery agent.sources.engine agent.sources.fetch agent.sources.gpu_devices"
-        " agent.sources.kernel_log agent.sources.nvml agent.sources.pod_resources agent.sources.pods"
-        " agent.sources.probe agent.sources.router agent.sources.workloads agent.store agent.strict agent.web.app"
-        " agent.web.pages agent.web.server drills drills.cluster rules",
+        " agent.sources.discovery agent.sources.engine agent.sources.engine_probe agent.sources.fetch"
+        " agent.sources.gpu_devices agent.sources.kernel_log agent.sources.nvml agent.sources.pod_resources"
+        " agent.sources.pods agent.sources.probe agent.sources.router agent.sources.workloads agent.store agent.strict"
+        " agent.web.app agent.web.pages agent.web.server drills drills.cluster rules",
         WORLD,
     ),
     # The command line, which no daemon imports.
     "agent.oneshot": Row(
         "agent.config agent.daemon agent.loop agent.model agent.node agent.signals agent.sources.discovery"
-        " agent.windows",
+        " agent.sources.engine_probe agent.windows",
         "msgspec time",
     ),
     "agent.record": Row("agent.exposition agent.model agent.sources.fetch", WORLD),
