@@ -79,7 +79,7 @@ def listening(agent: AgentProcess) -> Iterator[dict[str, dict[float, Mapping[str
 
 @pytest.fixture(scope="module")
 def story(vllm: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """Three that grow; 120 with a common beginning; then 16 that need three times the KV cache there is.
+    """Three at a time that grow; 120 with a common beginning; then 16 that need three times the KV cache there is.
 
     The windows are shorter than by default, and nothing warms up: the waiting is all that is left out.
     """
@@ -96,7 +96,7 @@ def story(vllm: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Story:
         told = stack.enter_context(listening(agent))
         wait_until(lambda: len(told["kv_cache_utilization"]) >= 3, LONG_S, "the first reads")
         began = time.time()
-        load.closed_loop([words(20, seed) for seed in range(3)], 400, at_once=3)
+        load.closed_loop([words(20, seed) for seed in range(9)], 400, at_once=3)
         grown_until = time.time()
         wait_until(lambda: max(told["kv_cache_utilization"]) > grown_until, LONG_S, "a read after the growth")
         shared = words(SHARED_TOKENS, 101)
@@ -122,14 +122,15 @@ def story(vllm: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 def test_h1_the_queue_age_is_that_of_the_oldest_request_without_its_first_token(story: Story) -> None:
     """Within −(poll + 0.3 s) and +2 s of the clients' own clocks, preempted requests in the same queue or not."""
-    waits = []
+    errors = []
     for before, said in pairwise(story.told["queue_age"]):
         at, late_s, poll_s = said["at"], story.late_s(said["at"]), max(POLL_S, said["at"] - before["at"])
         around = range(-round(100 * late_s), round(100 * late_s) + 1)
-        truths = [story.load.oldest_wait_s(at + step / 100) for step in around]
-        waits.append((round(at - story.began, 2), said["value"], story.load.oldest_wait_s(at), round(late_s, 2)))
-        assert any(-poll_s - late_s <= said["value"] - truth <= 2.0 for truth in truths), waits[-10:]
-    assert len([wait for wait in waits if wait[1] > 1]) >= 5, waits
+        error = min((said["value"] - story.load.oldest_wait_s(at + step / 100) for step in around), key=abs)
+        assert -poll_s - late_s <= error <= 2.0, (at - story.began, said, story.load.oldest_wait_s(at), late_s)
+        errors += [error] * (said["value"] > 1)
+    assert len(errors) >= 5, errors
+    print(f"queue-age: {len(errors)} reads over 1 s, off by {min(errors):.2f} to {max(errors):.2f} s")
 
 
 def blocks(tokens: int) -> int:
@@ -137,7 +138,7 @@ def blocks(tokens: int) -> int:
 
 
 def test_h2_the_kv_cache_is_as_full_as_the_requests_in_it(story: Story) -> None:
-    """Three requests grow from one block to four, each; 13 blocks are full. Later they are all in use."""
+    """Three requests at a time grow from one block to four each; 13 are all there are, and later all are in use."""
     seen = []
     for said in story.told["kv_cache_utilization"]:
         at, late_s = said["at"], story.late_s(said["at"])
