@@ -349,10 +349,10 @@ def without_preempted(ask: Ask, started_at: float) -> list[tuple[float, float, f
     A gauge of waiting requests holds preempted ones, too, and those have had their first token. Of all that had one, so
     many have ended and so many run; the rest was preempted and waits. Clients that leave in mid-answer are counted
     nowhere: what was so when nobody waited is taken off, and no more are preempted than now run less than did at most.
-    Empty: nothing was preempted, or it cannot be told.
+    Empty: nothing was preempted, or it cannot be told (what counts no preemptions keeps its paused requests apart).
     """
     ends = [("finished", reason) for reason in ask.windows.keys_now(ask.subject, "finished")]
-    if not ends or ask.teller("ttft") != ask.subject:
+    if not ends or not ask.windows.keys_now(ask.subject, "preemptions") or ask.teller("ttft") != ask.subject:
         return []
     rows: list[tuple[float, ...]] = []
     for row in ask.windows.backward(

@@ -146,6 +146,10 @@ def test_a_preempted_request_is_no_head_of_the_queue() -> None:
     assert (only_it.value, only_it.low, only_it.high) == (0.0, 0.0, 10.0)
     with_others = at_end(serve(0, 15, told.__getitem__), "queue-age", 15)
     assert (with_others.value, with_others.low) == (2.5, 0.0)
+    windows = Windows(5.0)
+    for at in (0.0, 5.0, 10.0):  # an engine that counts no preemptions has none in its queue
+        read(windows, at, "e", told[at])
+    assert at_end(windows, "queue-age", 10).value == 5.0
 
 
 def test_a_client_that_left_is_not_taken_for_a_preempted_request_for_ever() -> None:
