@@ -317,10 +317,10 @@ class StandIn:
         """POST eviction: the disruption budget speaks before the uid is looked at."""
         pod, options = self.the(key), body.get("deleteOptions") or {}
         uid = str((options.get("preconditions") or {}).get("uid") or "")
-        ready = pod["status"].get("phase") == "Running"
-        if not ready and uid and uid != pod["metadata"]["uid"]:
+        counts = pod["status"].get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp")
+        if not counts and uid and uid != pod["metadata"]["uid"]:
             self.changed.wait(SLOW_EVICTION_S)  # it tries again and again before it says so
-        if ready:
+        if counts:
             self.ask_budgets(key, pod)
         self.delete(key, _options(options))
         return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
@@ -334,6 +334,8 @@ class StandIn:
                      " subresource does not support.")  # fmt: skip
         for name, budget in budgets:
             status = budget["status"]
+            if not _is_ready(pod) and status["currentHealthy"] >= status["desiredHealthy"] > 0:
+                return  # it is none of the healthy ones
             told = "Cannot evict pod as it would violate the pod's disruption budget."
             if status["observedGeneration"] < budget["metadata"]["generation"]:
                 cause = {"reason": "DisruptionBudget", "message": f"The disruption budget {name[3]} is still being"
@@ -429,6 +431,11 @@ def _rule_allows(rule: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
     named = not rule.get("resourceNames") or asked.get("name") in rule["resourceNames"]
     return has("verbs", asked.get("verb", "")) and has("apiGroups", asked.get("group", "")) \
         and has("resources", resource) and named
+
+
+def _is_ready(pod: Object) -> bool:
+    conditions = pod["status"].get("conditions") or ()
+    return any((one["type"], one["status"]) == ("Ready", "True") for one in conditions)
 
 
 def _match(budget: Object) -> str:

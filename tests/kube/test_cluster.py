@@ -104,6 +104,19 @@ def test_an_eviction(api: Api) -> None:
     assert left["metadata"]["deletionGracePeriodSeconds"] == 45
 
 
+def test_an_eviction_that_takes_nothing_from_a_budget(api: Api) -> None:
+    """One that is on its way out, or is not Ready while enough others are, counts for no budget."""
+    gone, unready = api.pod("gone"), api.pod("unready", ready=False)
+    api.pod("a")
+    api.pod("b")
+    api.cluster.delete_pod(api.namespace, "gone", uid_of(gone))
+    api.budget("p", allowed=0)
+    for pod in (gone, unready):
+        api.cluster.evict_pod(api.namespace, pod["metadata"]["name"], uid_of(pod))
+    metas = [pod["metadata"] for pod in api.cluster.pods(api.namespace)]
+    assert {meta["name"] for meta in metas if "deletionTimestamp" in meta} == {"gone", "unready"}
+
+
 @pytest.mark.parametrize(
     ("budgets", "kind", "again_s", "names"),
     [
