@@ -21,7 +21,7 @@ from agent.config import Config, rules_for, slo_for, target_name, with_slo
 from agent.engines.pages import PageReader
 from agent.evaluate import judge
 from agent.exposition import PageError
-from agent.model import COMPARE, Batch, Gap, GpuFacts, Rule, Sample, Why
+from agent.model import COMPARE, Batch, Gap, GpuFacts, MigFacts, Rule, Sample, Why
 from agent.node import Node, Setup
 from agent.signals import CATALOGUE, Target, bound, tellers
 from agent.stats import quantile
@@ -253,13 +253,21 @@ def gpu_batch(row: Row, at: float) -> Batch:
     readings: list[Sample | Gap] = []
     for gpu in row.gpus or ():
         uuid = str(gpu["uuid"])
+        instances = tuple(MigFacts(str(one["uuid"]), int(one["gi"]), int(one["ci"]), str(one.get("name", "")))
+                          for one in gpu.get("mig", ()))
         gpus.append(GpuFacts(uuid, int(gpu.get("index", 0)), str(gpu.get("name", "")), str(gpu.get("bdf", "")),
-                             gpu.get("limit_c")))
-        samples = gpu.get("values", gpu)
-        readings += [Sample(name, uuid, float(value), at) for name, value in samples.items()
-                     if name.startswith("gpu_") and isinstance(value, int | float)]
-        readings += [Gap(name, uuid, Why(code), str(why), at) for name, (code, why) in gpu.get("gaps", {}).items()]
+                             gpu.get("limit_c"), instances=instances))
+        for told in (gpu, *gpu.get("mig", ())):
+            readings += _readings_of(told, at)
     return Batch("nvml", at, 0.0, tuple(readings), gpus=tuple(gpus))
+
+
+def _readings_of(told: Mapping[str, Any], at: float) -> list[Sample | Gap]:
+    """The samples by name and the Gaps of a recorded GPU or MIG instance."""
+    uuid = str(told["uuid"])
+    samples = [Sample(name, uuid, float(value), at) for name, value in told.get("values", told).items()
+               if name.startswith("gpu_") and isinstance(value, int | float)]
+    return [*samples, *(Gap(name, uuid, Why(code), str(why), at) for name, (code, why) in told.get("gaps", {}).items())]
 
 
 def _step(replay: Replay, at: float, dt_s: float) -> None:

@@ -1,8 +1,9 @@
 """`tocsin record`: what engines and GPUs tell, scrape by scrape, into a file for `tocsin backtest`.
 
 gzip JSON lines `{"t": unix seconds, "target": URL, "body": text or null}`; with NVML also `{"t", "target": "nvml",
-"gpus": [{"uuid", "index", "name", "bdf", "limit_c", "values": {name: number}, "gaps": {name: [code, why]}}]}`. A row
-without a body or with failed GPUs says why in "error". Names in "values" are those of agent.model.SAMPLES.
+"gpus": [{"uuid", "index", "name", "bdf", "limit_c", "values": {name: number}, "gaps": {name: [code, why]}}]}`; a GPU in
+MIG mode has also "mig": [{"uuid", "gi", "ci", "name", "values", "gaps"}]. A row without a body or with failed GPUs says
+why in "error". Names in "values" are those of agent.model.SAMPLES.
 """
 
 from __future__ import annotations
@@ -108,15 +109,21 @@ def gpu_reader(source: Source) -> Read:
     return read
 
 
+def _told(batch: Batch, uuid: str) -> dict[str, Any]:
+    """The numbers of one subject, and why others are not there."""
+    own = [reading for reading in batch.readings if reading.subject == uuid]
+    return {"values": {r.name: r.value for r in own if isinstance(r, Sample)},
+            "gaps": {r.name: [r.code.value, r.why] for r in own if not isinstance(r, Sample)}}
+
+
 def gpu_row(batch: Batch) -> Row:
     """A batch of the NVML source as a row."""
     gpus = []
     for gpu in batch.gpus or ():
-        own = [reading for reading in batch.readings if reading.subject == gpu.uuid]
-        values = {r.name: r.value for r in own if isinstance(r, Sample)}
-        gaps = {r.name: [r.code.value, r.why] for r in own if not isinstance(r, Sample)}
         who = {"uuid": gpu.uuid, "index": gpu.index, "name": gpu.name, "bdf": gpu.bdf, "limit_c": gpu.limit_c}
-        gpus.append({**who, "values": values, "gaps": gaps})
+        mig = [{"uuid": one.uuid, "gi": one.gi, "ci": one.ci, "name": one.name, **_told(batch, one.uuid)}
+               for one in gpu.instances]
+        gpus.append({**who, **_told(batch, gpu.uuid), **({"mig": mig} if mig else {})})
     error = {"error": batch.error} if batch.error else {}
     return {"t": round(batch.at, 3), "target": NVML, "gpus": gpus, **error}
 

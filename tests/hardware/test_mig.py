@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from agent.backtest import Row, gpu_batch
 from agent.hardware.history import History, findings
 from agent.hardware.lines import line_of
 from agent.model import Alert, Batch, Event, FoundEngine, Gap, PodFacts, Sample, Slo, Why
 from agent.node import Learned, Node, Setup
+from agent.record import gpu_row
 from agent.show import gpus_report, plain
 from agent.signals import Target, alert_labels
 from agent.sources.kernel_log import told_by
@@ -257,6 +259,21 @@ def test_the_pod_in_an_instance(tell: Tell) -> None:
     assert [pod.name for pod in story.node.pods_of("MIG-55555555")] == ["other"]
     assert sorted(pod.name for pod in story.node.pods_of(story.verdict(2)["subject"])) == ["other", "small"]
     assert story.node.pods_of(story.verdict(0)["subject"]) == []
+
+
+def test_a_recording_keeps_the_instances(tell: Tell) -> None:
+    """A back-test of a sliced node must judge the slices as the agent did."""
+    story = tell(node(sliced(instance(1), instance(5, errors={"nvmlDeviceGetMemoryInfo": 999}))))
+    batch = story.reader.read(T0).batch
+    row = json.loads(json.dumps(gpu_row(batch)))
+    again = gpu_batch(Row(T0, "nvml", None, row["gpus"]), T0)
+
+    def of_mig(told: Batch) -> list[Sample | Gap]:
+        return [r for r in told.readings if r.subject.startswith("MIG-")]
+
+    assert of_mig(again)
+    assert of_mig(again) == of_mig(batch)
+    assert [gpu.instances for gpu in again.gpus or ()] == [gpu.instances for gpu in batch.gpus or ()]
 
 
 # --- whose line it is ------------------------------------------------------------------------------------------------
