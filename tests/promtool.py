@@ -41,11 +41,11 @@ def series(rows: Sequence[Row], wanted: str, instance: str) -> list[dict[str, st
 
 
 def run(folder: Path, rule_file: Path, inputs: list[dict[str, str]], expectations: list[dict[str, Any]],
-        every_s: int = 5) -> None:
+        every_s: int = 5, step_s: int = 1) -> None:
     """`promtool test rules`; fails with what it says."""
     need("promtool")
     test = {"rule_files": [str(rule_file)], "evaluation_interval": f"{every_s}s",
-            "tests": [{"interval": "1s", "input_series": inputs, "promql_expr_test": expectations}]}
+            "tests": [{"interval": f"{step_s}s", "input_series": inputs, "promql_expr_test": expectations}]}
     path = folder / "promtool-test.yml"
     path.write_text(json.dumps(test))  # JSON is YAML
     done = subprocess.run([find("promtool") or "", "test", "rules", str(path)], capture_output=True, text=True,

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from agent.model import Rule
+from agent.silences import matchers
 from rules.alertmanager import ROUTE, export, inhibitions
 from tests.alertmanager import RealAlertmanager
 from tests.needs import find, need
@@ -88,6 +89,11 @@ def test_a_cause_mutes_its_symptom_of_the_same_engine_and_nobody_else_s(tmp_path
             by_name = {alert["labels"]["alertname"]: alert["status"] for alert in real.alerts()}
             assert by_name["SlowLlama"]["inhibitedBy"] != []
             assert [name for name, status in by_name.items() if status["inhibitedBy"]] == ["SlowLlama"]
+            silence = [find("amtool") or "", "silence", "add", f"--alertmanager.url={real.url}", "--author=anna",
+                       *matchers("itl-p99", "qwen", "n1"), "--duration=60s", "--comment=as tocsin silence prints it"]
+            subprocess.run(silence, check=True, capture_output=True)
+            wait_until(lambda: [a["labels"]["alertname"] for a in real.alerts() if a["status"]["silencedBy"]]
+                       == ["SlowQwen"], 60.0, "the same silence there")
             node.resolve("Hot")  # its group is looked at again a minute later: the symptom pages then
             wait_until(lambda: not next(a for a in real.alerts() if a["labels"]["alertname"] == "SlowLlama")
                        ["status"]["inhibitedBy"], 60.0, "the symptom is free")

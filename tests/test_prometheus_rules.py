@@ -81,6 +81,44 @@ def test_prometheus_fires_what_a_backtest_does_within_one_evaluation(tmp_path: P
         MUST_FIRE[name, text], True)
 
 
+def test_every_recording_is_compared() -> None:
+    """One that was added later, too."""
+    assert {name for name, _ in MUST_FIRE} == set(RECORDINGS)
+
+
+@pytest.mark.heavy
+def test_the_other_rules_fire_where_it_was_worked_out_by_hand(tmp_path: Path) -> None:
+    """An engine scraped each minute that fails 12 of 600 requests a minute, and one whose page is gone after 30 min.
+
+    error-rate: of 5 min 60 of 3,000 are over 30 + 0.195 x sqrt(3,000) = 40.7. error-burn-fast: Wilson's lower bound
+    of 2 % is 1.83 % after 45 min, a burn of 18.3; of the hour's budget that is 14.4 x after 47 min. The slow one:
+    3 x over a day needs 4 h. Prefix cache: 800 of 2,000 tokens a minute, 10,000 after 5 min, and then 10 min of `for`.
+    """
+    config, rules = configured(tmp_path, "poll: 1m\nslo: {ttft_p99: 500ms}\nrules: {dirs: []}\n")
+    out = tmp_path / "engines.rules.yml"
+    out.write_text(over_engines(list(rules.values()), slo_for(config), config.poll))
+    a, b = ('job="engines",instance="a"', 'job="engines",instance="b"')
+    http = f'http_requests_total{{handler="/v1/completions",method="POST",status="%s",{a}}}'
+    inputs = [{"series": name, "values": values} for name, values in (
+        (f"up{{{a}}}", "1x60"), (f"up{{{b}}}", "1x29 0x30"),
+        (f'vllm:num_requests_waiting{{engine="0",{a}}}', "0x60"),
+        (f'vllm:num_requests_waiting{{engine="0",{b}}}', "0x29 stale"),
+        (http % "2xx", "0+588x60"), (http % "5xx", "0+12x60"),
+        (f'vllm:prefix_cache_queries_total{{engine="0",{a}}}', "0+2000x60"),
+        (f'vllm:prefix_cache_hits_total{{engine="0",{a}}}', "0+800x60"))]
+
+    def fires(at_min: int, *wanted: tuple[str, str]) -> dict[str, object]:
+        return {"expr": 'sum by (rule, subject) (ALERTS{alertstate="firing"})', "eval_time": f"{at_min}m",
+                "exp_samples": [{"labels": f'{{rule="{rule}",subject="{subject}"}}', "value": 1}
+                                for rule, subject in wanted]}
+
+    errors, cache, down = ("error-rate", "a"), ("prefix-cache-hit-rate", "a"), ("engine-down", "b")
+    promtool.run(tmp_path, out, inputs, [
+        fires(2), fires(8, errors), fires(14, errors), fires(20, errors, cache), fires(32, errors, cache),
+        fires(36, errors, cache, down), fires(43, errors, cache, down),
+        fires(52, errors, cache, down, ("error-burn-fast", "a"))], every_s=60, step_s=60)
+
+
 @pytest.mark.parametrize(("file", "text"), FILES.items(), ids=[name.partition("/")[2] for name in FILES])
 def test_what_ships_is_made_from_the_rules_as_they_are(file: str, text: str) -> None:
     """A rule was changed, and the file for Prometheus went on with the old one."""

@@ -82,7 +82,8 @@ class FakeView:
         firing = {"rule": "gpu-temperature", "subject": "GPU-1", "state": "firing", "severity": "ticket",
                   "since": NOW - 60, "until": None, "summary": "gpu-temperature 91 °C, limit 85 °C: GPU 1 on gpu-17",
                   "description": "gpu_temperature of GPU 1 is 91 °C.\nLook at cooling."}
-        past = firing | {"state": "resolved", "since": NOW - 7200, "until": NOW - 3600}
+        past = firing | {"state": "resolved", "since": NOW - 7200, "until": NOW - 3600,
+                         "silenced": "until 2001-09-09 01:46 UTC by anna: fans"}
         return [firing, *([past, past | {"rule": "kv-cache-utilization", "subject": "llm/llama#0/1"}]
                           if include_resolved else [])]
 
@@ -255,6 +256,7 @@ def test_the_links_of_a_page_open(tcp: Server) -> None:
         "  Look at cooling.",
     ]
     assert "RESOLVED (ticket)" in text
+    assert text.count("  Silenced until 2001-09-09 01:46 UTC by anna: fans\n") == 1
     assert "/runbooks/gpu-temperature" in text
     status, _, text = fetch(tcp, "/runbooks/gpu-temperature")
     assert (status, text) == (200, (ROOT / "runbooks" / "gpu-temperature.md").read_text())

@@ -252,6 +252,7 @@ def alert(request: Request) -> Reply:
         since, until = (None if row[key] is None else f"{_moment(row[key])} UTC" for key in ("since", "until"))
         lines.append(f"{row['state'].upper()} ({row['severity']})  {rule} of {subject}  since {since}"
                      + (f" until {until}" if until else ""))
+        lines += [f"  Silenced {row['silenced']}"] if row.get("silenced") else []
         lines += [f"  {line}" for line in (row.get("summary"), *str(row.get("description") or "").splitlines()) if line]
     return plain_text(OK, "\n".join([*lines, "", f"What to do: /runbooks/{rule}"]))
 
