@@ -9,10 +9,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from math import isnan
 from typing import Any
 from urllib.parse import quote
 
-from agent import binds, incidents, records, words
+from agent import binds, incidents, page, records, spark, words
 from agent import evaluate as machine
 from agent import signals as catalogue
 from agent import silences as mutes
@@ -52,11 +53,13 @@ from agent.model import (
 )
 from agent.signals import SIGNALS, Scene, Target
 from agent.silences import Silence
+from agent.spark import Sparks
 from agent.windows import RAW_KEEP_S, Windows
 
 SETTLED_S = 600.0  # a GPU's memory 10 m after its engine's start is what the engine is meant to use
 USER_GONE_S = 60.0  # an address of which no prober tells any more
 TOGETHER_S = 300.0  # GPUs that were reset within so long of each other were reset together
+PAGE_SPAN_S = 300.0  # what a page's numbers are means of
 GONE_S = 600.0  # a GPU that NVML no longer names for so long has ended
 Traffic = dict[str, dict[str, Any]]  # "replicas", "routers"
 OF_OURSELVES = frozenset({"blind", "watcher", "kernel_log_forged", "kernel_log_lost"})
@@ -138,6 +141,7 @@ class Node:
         self.silences: tuple[Silence, ...] = ()  # those that have ended, too
         self.unmuted: tuple[AlertKey, ...] = ()  # alerts whose silence has ended by this step while they fire
         self.scene = Scene(self.windows, 0.0, setup.node, setup.slo, {})  # nothing is known before the first step
+        self.sparks = Sparks()
         self.bounds: dict[str, binds.Bound] = {}  # engine -> what binds it, as of the last step
         self.marks: dict[str, binds.Mark] = {}
         self.newly_bound: list[str] = []  # engines that the last step found bound by something else than before
@@ -530,6 +534,7 @@ class Node:
         book, transitions = machine.evaluate(self.book, rules, self.signals, now, dt_s, poll_s=self.setup.poll_s,
                                              limit_of=self.limit_of, severity_of=self.severity_of)
         self._bind(now)
+        self._trend(now)
         alerts = dict(book.alerts)
         named = []
         for change in transitions:
@@ -543,8 +548,26 @@ class Node:
             texts = {name: text for name, text in alerts[key].annotations.items() if name != SILENCED}
             alerts[key] = replace(alerts[key], annotations=texts)
         self.book = Book(alerts, book.resolved_at)
+        self.scene.memo.pop(("pages", "rows"), None)  # they were told with the book of before
         self._group(now)
         return named
+
+    def _trend(self, now: float) -> None:
+        """How each signal goes."""
+        told = ((key, page.trending(signal, SIGNALS[self.rules[key[0]].signal][0].unit)[0])
+                for key, signal in self.signals.items() if signal.state == "value")
+        self.sparks.take(now, {key: value for key, value in told if value is not None})
+
+    def _trend_of(self, key: AlertKey, unit: str) -> str:
+        """The bars of the last ten minutes, with their first and last value; "" where too little is known."""
+        values = self.sparks.values(key)
+        known = [value for value in values if not isnan(value)]
+        signal = self.signals.get(key)
+        if len(known) < 2:
+            return ""
+        unit = unit if signal is None else page.trending(signal, unit)[1]
+        ends = [words.quantity(float(f"{value:.4g}"), unit) for value in (known[0], known[-1])]
+        return f"{spark.line(values)} {' → '.join(ends) if ends[0] != ends[1] else ends[0]}"
 
     def _bind(self, now: float) -> None:
         """What binds each engine now, and since when."""
@@ -615,11 +638,12 @@ class Node:
         texts = {} if alert is None else self.annotations(alert)
         fired = [m for m in incident.members if m.key != incident.root]
         texts["summary"] = texts.get("summary") or root.summary
-        if over is None:
-            texts["description"] = self._incident_body(incident, texts)
-        else:
-            texts["description"] = f"{words.ending(max(0.0, over - incident.opened_at), '')}\n" + "\n".join(
-                m.summary for m in (root, *fired))
+        if over is not None:
+            now = [page.standing(about) for m in (root, *fired) if (about := self._about_member(m)) is not None]
+            texts["description"] = page.resolved(incident.opened_at, over, list(dict.fromkeys(filter(None, now)))) + \
+                "\n" + "\n".join(m.summary for m in (root, *fired))
+        elif alert is not None and (fired or "description" not in texts):
+            self._tell_incident(incident, alert, texts)
         texts["incident"] = incident.id
         labels = {"alertname": alert_name(root.rule), "rule": root.rule, "node": self.setup.node,
                   "subject": root.subject, "severity": "page"} if alert is None else dict(alert.labels)
@@ -661,19 +685,74 @@ class Node:
                                           member.ended_at)
         return tuple((found | {key: told[key] for key in found if key in told}).values())
 
-    def _incident_body(self, incident: Incident, texts: Mapping[str, str]) -> str:
-        effects, actions = [], [texts.get("action", "")]
+    def _tell_incident(self, incident: Incident, root: Alert, texts: dict[str, str]) -> None:
+        """Title and body of an incident of several alerts: the cause, then what it brought that still fires."""
+        about = self._about(root, self.signals.get(incident.root))
+        if about is None:
+            return
+        effects: list[tuple[str, page.About | None]] = []
         for member in incident.members:
             alert = self.book.alerts.get(member.key)
             if member.key == incident.root or alert is None or member.ended_at is not None:
                 continue
-            own = self.annotations(alert)
-            effects.append(own.get("summary", member.summary))
-            actions.append(own.get("action", ""))
-        cause = texts.get("description", texts["summary"])
-        told = cause.removesuffix(texts.get("action", "")).rstrip()
-        return words.incident(told, effects, list(dict.fromkeys(filter(None, actions))), words.the_ten(
-            [self._row(key, signal, 0.0) for key, signal in self.signals.items()]))
+            effects.append((member.summary, self._about(alert, self.signals.get(member.key))))
+        if self._announced_by(root) is None:
+            since = words.span(round(max(0.0, self.scene.now - root.since)))
+            texts["summary"] = page.title(about, since, [one for _, one in effects if one is not None])
+        texts["description"] = self._body(about, effects)
+
+    def _about_member(self, member: incidents.Member) -> page.About | None:
+        """What is known now of an alert that an incident was made of, whether it fires or not."""
+        signal = self.signals.get(member.key)
+        if signal is None or member.rule not in self.rules:
+            return None
+        return self._about(Alert(member.rule, member.subject, "firing", "page", member.onset), signal)
+
+    def _about(self, alert: Alert, signal: Signal | None) -> page.About | None:
+        """An alert with what is known around it; None: its rule is gone."""
+        rule = self.rules.get(alert.rule)
+        if rule is None:
+            return None
+        scene, unit = self.scene, SIGNALS[rule.signal][0].unit
+        short, full = self._place(alert.subject)
+        target = scene.target_of(alert.subject) or scene.target_on(alert.subject)
+        engine = "" if target is None else alert.subject if alert.subject in target.engines else \
+            (target.engines or (target.name,))[0]
+        told: Facts = {} if target is None or not target.engines else facts_of(scene, target, engine, PAGE_SPAN_S)
+        kind = "unknown" if target is None or target.name not in self.facts else self.facts[target.name].kind
+        return page.About(rule, alert, signal, unit, short, full, self.setup.node,
+                          self._trend_of((alert.rule, alert.subject), unit), engine,
+                          "" if target is None else target.address, kind, told, self.bounds.get(engine),
+                          self._gpus_now(), () if target is None else target.gpus)
+
+    def _gpus_now(self) -> list[page.Gpu]:
+        """Every GPU of the node as its page tells it."""
+        if ("pages", "gpus") not in self.scene.memo:
+            def now(uuid: str, name: str) -> float | None:
+                got = self.windows.latest(uuid, name, self.scene.now)
+                return got.value if isinstance(got, Sample) else None
+
+            self.scene.memo["pages", "gpus"] = [
+                page.Gpu(gpu.index, gpu.uuid, now(gpu.uuid, "gpu_temp_c"), gpu.limit_c,
+                         now(gpu.uuid, "gpu_sm_clock_mhz"), now(gpu.uuid, "gpu_sm_clock_max_mhz"),
+                         None if (reasons := now(gpu.uuid, "gpu_throttle")) is None else int(reasons))
+                for gpu in sorted(self.gpus.values(), key=lambda gpu: gpu.index)]
+        found: list[page.Gpu] = self.scene.memo["pages", "gpus"]
+        return found
+
+    def _rows_now(self) -> list[dict[str, Any]]:
+        """The rows of `check`, once a step: every page asks for them."""
+        if ("pages", "rows") not in self.scene.memo:
+            self.scene.memo["pages", "rows"] = [self._row(key, signal, 0.0) for key, signal in self.signals.items()]
+        found: list[dict[str, Any]] = self.scene.memo["pages", "rows"]
+        return found
+
+    def _body(self, about: page.About, effects: Sequence[tuple[str, page.About | None]] = (),
+              more: Sequence[str] = ()) -> str:
+        rows = self._rows_now()
+        url = self.setup.external_url
+        return page.body(about, effects, fine=page.still_fine(rows), ten=words.the_ten(rows),
+                         runbook=f"{url}/runbooks/{about.rule.id}" if url else "", more=more)
 
     def limit_of(self, rule: Rule, subject: str) -> float | None:
         """The limit that holds for a subject; None where the SLO that it needs is not promised."""
@@ -726,11 +805,11 @@ class Node:
     def _texts(self, alert: Alert, signal: Signal | None, when: str) -> dict[str, str]:
         rule = self.rules[alert.rule]
         unit = SIGNALS[rule.signal][0].unit
-        short, full = self._place(alert.subject)
+        about = self._about(alert, signal)
+        assert about is not None  # noqa: S101  (its rule is there)
+        more = [note for note in (slo_note(rule, self.scene.slo_of(alert.subject)),) if note]
         texts = {
-            "summary": words.summary(rule, alert, signal, unit, short, when),
-            "description": words.description(rule, alert, signal, unit, full)
-            + slo_note(rule, self.scene.slo_of(alert.subject)),
+            "summary": page.title(about, when),
             "value": words.beside(alert.value, alert.limit, unit),
             "limit": words.quantity(alert.limit, unit),
             "action": rule.action if signal is None else action_of(rule, signal),
@@ -749,14 +828,13 @@ class Node:
             texts[SILENCED] = silence.text()
         if self.setup.external_url:
             texts["runbook_url"] = f"{self.setup.external_url}/runbooks/{rule.id}"
-        else:  # no link that a phone could open: then what to type
-            texts["description"] += f"\nOn {self.setup.node}: tocsin check"
         pods = self.pods_of(alert.subject)
         if pods:
             texts["pod"] = ", ".join(pod.name for pod in pods)
             texts["namespace"] = ", ".join(dict.fromkeys(pod.namespace for pod in pods))
-            texts["description"] += "\nAffected: " + ", ".join(
-                f"pod {pod.namespace}/{pod.name}" + (f" ({pod.phase})" if pod.phase else "") for pod in pods)
+            more.append("Affected: " + ", ".join(
+                f"pod {pod.namespace}/{pod.name}" + (f" ({pod.phase})" if pod.phase else "") for pod in pods))
+        texts["description"] = self._body(about, more=more)
         return {k: v for k, v in texts.items() if v} | self._role_of((alert.rule, alert.subject))
 
     def _announced_by(self, alert: Alert) -> dict[str, Any] | None:
@@ -977,8 +1055,8 @@ def action_of(rule: Rule, signal: Signal) -> str:
 
 def slo_note(rule: Rule, slo: Slo) -> str:
     """A limit that nobody promised says so."""
-    return "\nNo `slo:` is written in the configuration; this uses the default." if rule.needs_slo and not slo.written \
-        else ""
+    return "Mind: no `slo:` is written in the configuration; this uses the default." \
+        if rule.needs_slo and not slo.written else ""
 
 
 def evidence_text(signal: Signal) -> str:

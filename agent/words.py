@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agent.model import Alert, Rule, Signal
+from agent.model import Rule, Signal
 
 SUMMARY_LENGTH = 100
 MOST_DIGITS = 4  # more than the usual ones, to tell a value from its limit
@@ -162,52 +162,12 @@ def fires(rule: Rule, unit: str) -> str:
 SIGNS = {">": "over", ">=": "at or over", "<": "under", "<=": "at or under"}
 
 
-def summary(rule: Rule, alert: Alert, signal: Signal | None, unit: str, where: str, when: str) -> str:
-    """One line for a phone: what, how bad, where, since when. At most 100 characters; what was measured is cut first.
-
-    `where`: "GPU 3 on gpu-17"; `when`: "4 min", or how it ended.
-    """
-    words = told(signal) if signal is not None and signal.state == "value" else None
-    measured = words or beside(alert.value, alert.limit, unit)
-    if words is None and alert.limit is not None:
-        measured += f", limit {quantity(alert.limit, unit)}"
-    head, tail = f"{rule.id} ", f": {where}, {when}"
-    room = SUMMARY_LENGTH - len(head) - len(tail)
-    if room < 1:
-        return cut(head + measured + tail, SUMMARY_LENGTH)
-    return head + cut(measured, room) + tail
-
-
 def cut(text: str, length: int) -> str:
     """At most `length` characters, cut between words where there are any."""
     if len(text) <= length:
         return text
     whole = text[:length].rpartition(" ")[0].rstrip(" ,;:(")
     return (whole if len(whole) > length // 2 else text[: length - 1]) + "…"
-
-
-def description(rule: Rule, alert: Alert, signal: Signal | None, unit: str, subject: str) -> str:
-    """The body: what was measured against what and how, why there is no number now, and what to do."""
-    measured = beside(alert.value, alert.limit, unit)
-    breach = "" if alert.limit is None else f" ({SIGNS[rule.op]} {quantity(alert.limit, unit)} breaches)"
-    lines = [f"{rule.signal} of {subject} is {measured}{breach}."]
-    if signal is not None and signal.state == "value":
-        words = told(signal)
-        method = "" if signal.method in ("", "exact") else f" ({signal.method})"
-        if words or method:
-            lines.append(f"Measured: {words or measured}{method}.")
-    elif signal is not None and signal.why:
-        lines.append(f"No number now: {signal.why}.")
-    lines.append(rule.action)
-    return "\n".join(line for line in lines if line)
-
-
-def incident(cause: str, effects: Sequence[str], actions: Sequence[str], ten: str) -> str:
-    """The body of a page: the cause with its evidence, what it brought, what to do in this order, the ten in a line."""
-    lines = [f"Cause: {cause}"]
-    lines += ["Effect:", *(f"- {effect}" for effect in effects)] if effects else []
-    lines += ["Do now:", *(f"{number}. {action}" for number, action in enumerate(actions, 1))] if actions else []
-    return "\n".join([*lines, ten])
 
 
 TEN: Mapping[str, str] = {"H1": "queue", "H2": "KV", "H3": "preempt", "H4": "graph", "H5": "TTFT", "H6": "ITL",
@@ -224,7 +184,9 @@ def the_ten(rows: Sequence[Mapping[str, Any]]) -> str:
         if not own:
             continue
         row = own[0]
-        text = _STATES.get(row["state"]) or quantity(row["value"], row["unit"])
+        p99_s = (row.get("evidence") or {}).get("p99_s")  # says more than the share of slow ones
+        measured = span(p99_s) if p99_s else quantity(row["value"], row["unit"])
+        text = _STATES.get(row["state"]) or measured
         parts.append(f"{name} {text}{'!' if row['state'] == 'BREACH' else ''}")
     return "The ten: " + " · ".join(parts)
 

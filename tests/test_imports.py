@@ -58,12 +58,15 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.trend": Row("agent.model"),
     "agent.advise": Row("agent.words"),
     "agent.facts": Row("agent.binds agent.model agent.signals"),
+    "agent.spark": Row("agent.model"),
+    "agent.page": Row("agent.binds agent.facts agent.model agent.words", "shlex"),
     "agent.binds": Row("agent.model agent.signals agent.words"),
     "agent.silences": Row("", "fnmatch"),
     "agent.noise": Row(),
     "agent.node": Row(
         "agent agent.binds agent.evaluate agent.facts agent.hardware agent.hardware.history agent.hardware.table"
-        " agent.hardware.verdict agent.impact agent.incidents agent.model agent.records agent.signals agent.silences"
+        " agent.hardware.verdict agent.impact agent.incidents agent.model agent.page agent.records agent.signals"
+        " agent.silences agent.spark"
         " agent.windows agent.words"
     ),
     "agent.engines": Row("agent.model", "importlib msgspec yaml"),  # its maps, read from the package

@@ -665,7 +665,7 @@ def test_a_source_that_is_late_raises_the_watcher(life: Life, monkeypatch: pytes
     life.tick(14)
 
     assert life.fired() == [("watcher", "source:nvml")]
-    assert told.annotations["summary"] == "watcher no answer for 15 s: source:nvml on gpu-17, 0 s"
+    assert told.annotations["summary"] == "source:nvml on gpu-17: no answer for 15 s, 0 s"
     assert agent.alerts(False) == []
     assert [(a["state"], a["subject"]) for a in agent.alerts(True)] == [("resolved", "source:nvml")]
 
@@ -707,7 +707,7 @@ def test_a_channel_that_fails_for_5_minutes_raises_the_watcher(life: Life) -> No
 
     assert ("watcher", "channel:webhook") in life.fired()
     told = next(m for m in agent.firing() if m.labels["rule"] == "watcher")
-    assert told.annotations["summary"].startswith("watcher nothing delivered for 5")
+    assert told.annotations["summary"].partition(": ")[2].startswith("nothing delivered for 5")
 
 
 def test_doctor_tells_how_each_number_was_had(life: Life) -> None:

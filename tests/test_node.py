@@ -251,7 +251,7 @@ def test_a_promise_that_nobody_wrote_pages_nobody() -> None:
 
     assert [a.severity for a in fired] == ["ticket"]
     assert fired[0].labels["severity"] == "ticket"
-    assert "No `slo:` is written" in here.message(fired[0]).annotations["description"]
+    assert "no `slo:` is written" in here.message(fired[0]).annotations["description"]
 
 
 @pytest.mark.parametrize(("rule", "want"), [
@@ -362,11 +362,14 @@ def test_a_firing_message_says_everything() -> None:
     assert (told.starts_at, told.ends_at) == (T0 + 30, None)
     assert told.generator_url == f"https://tocsin.example/gpu-17/alerts/gpu-temperature/{GPU}"
     assert told.annotations == {
-        "summary": "gpu-temperature 91 °C, limit 85 °C: GPU 0 on gpu-17, 30 s",
-        "description": f"gpu_temperature of GPU 0 ({GPU}, 0000:0b:00) is 91 °C (over 85 °C breaches).\n"
-                       "Look at cooling and airflow; move load away.",
+        "summary": "GPU 0 on gpu-17: 91 °C, limit 85 °C, 30 s",
+        "description": told.annotations["description"],
         "value": "91 °C", "limit": "85 °C", "action": "Look at cooling and airflow; move load away.",
         "runbook_url": "https://tocsin.example/gpu-17/runbooks/gpu-temperature"}
+    assert told.annotations["description"].splitlines()[0] == (
+        f"Cause: GPU 0 ({GPU}, 0000:0b:00): 91 °C, limit 85 °C. Near its own limit the card lowers its clock, and slows"
+        " every rank of its engine.")
+    assert "Runbook: https://tocsin.example/gpu-17/runbooks/gpu-temperature" in told.annotations["description"]
 
 
 def test_without_an_address_there_are_no_links() -> None:
@@ -377,7 +380,7 @@ def test_without_an_address_there_are_no_links() -> None:
 
     assert told.generator_url == ""
     assert "runbook_url" not in told.annotations
-    assert told.annotations["description"].endswith("move load away.\nOn gpu-17: tocsin check")
+    assert "Runbook: gpu-temperature (on gpu-17: tocsin check)" in told.annotations["description"]
 
 
 def test_the_page_of_an_engine_with_an_index_is_quoted() -> None:
@@ -404,7 +407,7 @@ def test_a_resolved_message_has_the_same_labels_its_end_and_the_last_number() ->
     assert at_s == 155  # 120 s back in range, 0 at the first of them
     assert (told.status, told.starts_at, told.ends_at, told.labels) == ("resolved", T0 + 30, T0 + 155, fired.labels)
     assert told.annotations["summary"] == \
-        "gpu-temperature 74 °C, limit 85 °C: GPU 0 on gpu-17, back in range after 2.08 min"
+        "GPU 0 on gpu-17: 74 °C, limit 85 °C, back in range after 2.08 min"
     assert told.annotations["description"] == \
         f"gpu-temperature of GPU 0 ({GPU}, 0000:0b:00): back in range after 2.08 min. Last: 74 °C, limit 85 °C."
     assert told.annotations["value"] == "74 °C"
@@ -459,7 +462,7 @@ def test_alerts_have_the_keys_of_the_contract() -> None:
     assert {k: told[k] for k in ("rule", "subject", "state", "severity", "since", "until", "value", "limit", "incident")
             } == {"rule": "gpu-temperature", "subject": GPU, "state": "firing", "severity": "ticket", "since": T0,
                   "until": None, "value": 91.0, "limit": 85.0, "incident": None}
-    assert told["summary"] == "gpu-temperature 91 °C, limit 85 °C: GPU 0 on gpu-17, 30 s"
+    assert told["summary"] == "GPU 0 on gpu-17: 91 °C, limit 85 °C, 30 s"
     past = here.alert_row(alert, T0 + 500)
     assert (past["state"], past["until"]) == ("resolved", T0 + 500)
 
@@ -590,8 +593,8 @@ def test_an_alert_that_closes_with_its_gpu_still_names_its_index() -> None:
 
     (closed,) = [here.message(c.alert, c.at, c.why) for c in changes]
 
-    assert closed.annotations["summary"] == ("gpu-temperature 91 °C, limit 85 °C: GPU 1 on gpu-17, "
-                                             "closed after 10.5 min: subject removed")  # at 30 s, until 660 s
+    assert closed.annotations["summary"] == (  # at 30 s, until 660 s
+        "GPU 1 on gpu-17: 91 °C, limit 85 °C, closed after 10.5 min: subject removed")
     assert "GPU 1 (" + uuid in closed.annotations["description"]
 
 
@@ -640,9 +643,9 @@ def test_an_engine_that_never_answered_may_take_its_time_to_start() -> None:
 
 
 @pytest.mark.parametrize(("rung", "slow", "rule", "want"), [
-    (0.0, 0.0, "engine-down", "engine-down TCP fails, 3 reads in a row: llama on gpu-17, 0 s"),
-    (1.0, 0.0, "engine-down", "engine-down /health fails, 3 reads in a row: llama on gpu-17, 0 s"),
-    (1.0, 1.0, "engine-slow", "engine-slow no answer in time, 3 reads in a row: llama on gpu-17, 0 s"),
+    (0.0, 0.0, "engine-down", "llama on gpu-17: down: TCP fails, 3 reads in a row, 0 s"),
+    (1.0, 0.0, "engine-down", "llama on gpu-17: down: /health fails, 3 reads in a row, 0 s"),
+    (1.0, 1.0, "engine-slow", "llama on gpu-17: slow: no answer in time, 3 reads in a row, 0 s"),
 ])
 def test_a_dead_engines_page_says_which_rung_fails(rung: float, slow: float, rule: str, want: str) -> None:
     """"3, limit 3" sends nobody anywhere: is it the process, its /health, or its page?"""
@@ -826,9 +829,9 @@ def test_one_page_names_the_cause_its_effects_and_what_to_do() -> None:
     update = told[1].message
     assert update.labels["rule"] == "engine-down"
     body = update.annotations["description"].splitlines()
-    assert body[0].startswith("Cause: engine-down of llama")
-    assert body[body.index("Effect:") + 1].startswith("- ttft-p99")
-    assert body[body.index("Do now:") + 1:-1] == ["1. Mend engine-down.", "2. Mend ttft-p99."]
+    assert body[0].startswith("Cause: llama: down: no number now. Nobody can reach this engine.")
+    assert body[body.index("Effect:") + 1].endswith("(ttft-p99)")
+    assert body[body.index("Do now:") + 1].startswith("1. See that the router has taken it out")
     assert body[-1].startswith("The ten:")
     assert (told[2].message.ends_at, told[2].message.starts_at) == (500.0, 100.0)
     assert "engine-down of llama as it was" in told[2].message.annotations["description"]

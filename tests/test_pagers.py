@@ -106,7 +106,8 @@ def test_an_event_and_its_end() -> None:
     assert {k: v for k, v in payload.items() if k != "custom_details"} == {
         "summary": TEXTS["summary"], "source": "gpu-17", "severity": "critical",
         "timestamp": "2026-11-29T07:30:38.000Z", "component": "GPU-8f6a", "class": "gpu-temperature"}
-    assert payload["custom_details"]["action"] == "Look at the fans."
+    assert payload["custom_details"] == {
+        name: TEXTS[name] for name in ("description", "value", "limit", "action")}  # no wall of labels
     assert fired["links"][0] == {"href": "https://t.example/runbooks/x", "text": "Runbook"}
     assert ended == {"routing_key": KEY, "event_action": "resolve", "dedup_key": "gpu-17/gpu-temperature/GPU-8f6a"}
 
@@ -156,12 +157,11 @@ def blocks(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_a_message_and_its_end() -> None:
-    """A title that a phone shows, the body, what to do, links; green and said first when it is over."""
+    """A title that a phone shows, the body (what to do is in it), links; green and said first when it is over."""
     fired, ended = (slack.rich(alert(status).message) for status in ("firing", "resolved"))
-    header, body, facts, context = blocks(fired)
+    header, body, context = blocks(fired)
     assert header["text"]["text"] == TEXTS["summary"]
     assert body["text"]["text"] == "hot\nlook at the fans"
-    assert facts["text"]["text"] == "*Value* 91 °C\n*Limit* 85 °C\n*Do now* Look at the fans."
     assert "<https://t.example/runbooks/x|Runbook>" in context["elements"][0]["text"]
     assert ended["text"].startswith("Resolved: gpu-temperature")
     assert (fired["attachments"][0]["color"], ended["attachments"][0]["color"]) == ("#d93025", "#188038")
@@ -171,7 +171,7 @@ def test_no_data_calls_a_whole_channel() -> None:
     """A log line held <!channel>, and 4,000 people were woken; a label held a link to somewhere else."""
     hostile = "<!channel> <https://evil.example|Runbook> & <@U123>"
     sent = slack.rich(alert(summary=hostile, description=hostile, action=hostile).message)
-    texts = [sent["text"], *(b["text"]["text"] for b in blocks(sent)[1:3])]
+    texts = [sent["text"], *(b["text"]["text"] for b in blocks(sent)[1:2])]
     assert all("<" not in text and "&lt;!channel&gt;" in text for text in texts)
     assert blocks(sent)[0]["text"]["type"] == "plain_text"  # which has no mark-up
 

@@ -64,22 +64,6 @@ def test_a_value_over_its_limit_does_not_read_like_its_limit(value: float, limit
     assert words.beside(value, limit, unit) == want
 
 
-def test_a_summary_says_what_how_bad_where_and_since_when() -> None:
-    """The line on the phone, value and limit with their unit."""
-    told = words.summary(HOT, alert(HOT, 91.0, 85.0), signal(HOT, 91.0), "celsius", "GPU 3 on gpu-17", "4 min")
-
-    assert told == "gpu-temperature 91 °C, limit 85 °C: GPU 3 on gpu-17, 4 min"
-
-
-def test_a_slow_share_is_told_as_p99_with_its_slo() -> None:
-    """Nobody thinks in Wilson bounds: the p99, the SLO and how many were slow."""
-    told = words.summary(TTFT, alert(TTFT, 0.017, 0.01), signal(TTFT, 0.017, evidence=SLOW), "ratio", "a on b", "60 s")
-
-    assert told == "ttft-p99 p99 1.25 s (SLO 500 ms), 12 to 15 of 400 slow: a on b, 60 s"
-    bound = SLOW | {"possibly_slow": 12.0, "p99_over": True}
-    assert words.what(signal(TTFT, 0.017, evidence=bound), "ratio") == "p99 over 1.25 s (SLO 500 ms), 12 of 400 slow"
-
-
 @pytest.mark.parametrize(("evidence", "want"), [
     ({"burn_1h": 16.94, "burn_5m": 1234.5}, "burn 16.9× over 1h, 1234× over 5m"),
     ({"burn_1h": 0.0, "burn_5m": 0.0}, "burn 0× over 1h, 0× over 5m"),
@@ -97,51 +81,6 @@ def test_a_slow_share_is_told_as_p99_with_its_slo() -> None:
 def test_what_was_measured_is_told_in_its_own_words(evidence: dict[str, Any], want: str) -> None:
     """A burn as rates over its windows, a hang as the time without a token, blindness as what is lost and why."""
     assert words.what(signal(TTFT, 0.0, evidence=evidence), "count") == want
-
-
-@pytest.mark.parametrize("where", ["GPU 3 on gpu-17", "größter-knoten-überall-µ/7 on rechner-äöü-ß-17",
-                                   "x" * 90 + " on gpu-17"])
-def test_a_summary_fits_a_phone_and_keeps_the_place(where: str) -> None:
-    """A long list of what is lost is cut, not the place: whoever reads must know where to go."""
-    lost = {f"signal_{i} of llama-70b-größe": f"vllm:métrique_{i} fehlt" for i in range(9)}
-    blind = Rule("blind", "blind", ">", 0.0, "ticket")
-
-    measured = signal(blind, 9.0, evidence={"lost": lost})
-    told = words.summary(blind, alert(blind, 9.0, 0.0), measured, "count", where, "6 min")
-
-    assert len(told) <= 100
-    assert "…" in told
-    assert where in told or len(where) > 80
-
-
-def test_a_description_says_value_limit_method_and_action() -> None:
-    """The body: what breaches, how it was measured, what to do."""
-    measured = signal(TTFT, 0.017, evidence=SLOW, method="histogram")
-
-    told = words.description(TTFT, alert(TTFT, 0.017, 0.01), measured, "ratio", "llama")
-
-    assert told.splitlines() == [
-        "ttft_slow_share of llama is 1.7 % (over 1 % breaches).",
-        "Measured: p99 1.25 s (SLO 500 ms), 12 to 15 of 400 slow (histogram).",
-        "Look at prefill scheduling."]
-
-
-def test_a_description_without_a_number_says_why_there_is_none() -> None:
-    """The alert still fires, its value is the last one known, and the text says that it is not of now."""
-    gone = signal(HOT, None, state="gap", why="last told 20 s ago")
-
-    told = words.description(HOT, alert(HOT, 91.0, 85.0), gone, "celsius", "GPU 3 (GPU-aa)")
-
-    assert told.splitlines() == ["gpu_temperature of GPU 3 (GPU-aa) is 91 °C (over 85 °C breaches).",
-                                 "No number now: last told 20 s ago.", "Look at cooling and airflow."]
-
-
-def test_a_limit_that_nobody_promised_is_left_out() -> None:
-    """No "over – breaches", no ", limit –"."""
-    told = words.description(HOT, alert(HOT, 91.0, None), None, "celsius", "x")
-    line = words.summary(HOT, alert(HOT, 91.0, None), None, "celsius", "x", "1 s")
-
-    assert "–" not in told + line
 
 
 def test_how_an_alert_ended() -> None:

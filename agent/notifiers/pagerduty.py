@@ -21,6 +21,7 @@ SUMMARY_CHARS = 1024
 KEY_CHARS = 255
 FIELD_CHARS = 1024  # of source, component, class
 DETAIL_CHARS = 8192  # ours, of one text: the whole event must stay under 512 KB
+SAID_ABOVE = frozenset({"summary", "evidence", "runbook_url"})  # the title, the body and a link have these
 SEVERITIES: Mapping[Severity, str] = {"page": "critical", "ticket": "warning", "info": "info"}
 
 
@@ -70,7 +71,8 @@ def event(message: AlertMessage) -> dict[str, Any]:
         "component": cut_to(labels.get("subject", ""), FIELD_CHARS),
         "class": cut_to(labels.get("rule", ""), FIELD_CHARS),
         "custom_details": {name: cut_to(text, DETAIL_CHARS) for name, text in {
-            **({"full_summary": summary} if len(summary) > SUMMARY_CHARS else {}), **texts, **labels}.items() if text},
+            **({"full_summary": summary} if len(summary) > SUMMARY_CHARS else {}), **texts}.items()
+            if text and name not in SAID_ABOVE},
     }
     links = [{"href": href, "text": text} for text, href in (
         ("Runbook", web_address(texts.get("runbook_url", ""))), ("Alert", web_address(message.generator_url))) if href]

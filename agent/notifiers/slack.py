@@ -76,17 +76,13 @@ def judge_answer(answer: bytes) -> None:
 
 
 def rich(message: AlertMessage) -> dict[str, Any]:
-    """Title, body, facts and links as blocks; `text` is what a phone's notification shows."""
+    """Title, body and links as blocks; `text` is what a phone's notification shows."""
     texts = message.annotations
     blocks: list[dict[str, Any]] = [{"type": "header", "text": {
         "type": "plain_text", "text": cut_to(title(message), HEADER_CHARS), "emoji": False}}]
     body = texts.get("description", "")
     if body:
         blocks.append(_section(cut_lines(escape(body), SECTION_CHARS)))
-    facts = [f"*{name}* {escape(texts[key])}" for name, key in (
-        ("Value", "value"), ("Limit", "limit"), ("Do now", "action")) if texts.get(key)]
-    if facts and message.status == "firing":
-        blocks.append(_section(cut_lines("\n".join(facts), SECTION_CHARS)))
     context = [f"{message.severity} · {escape(message.labels.get('rule', ''))} · since {rfc3339(message.starts_at)}"]
     context += [f"<{href}|{text}>" for text, href in (
         ("Runbook", web_address(texts.get("runbook_url", ""))), ("Alert", web_address(message.generator_url))) if href]
