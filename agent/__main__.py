@@ -229,6 +229,38 @@ def check(
     raise typer.Exit(EXIT_OF[answer["verdict"]])
 
 
+@app.command()
+def watch(
+    context: typer.Context,
+    every: Annotated[str, typer.Option(metavar="SPAN", help="How often to look.")] = "2s",
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Watch the node at a glance, until q.
+
+    Asks the running agent. Where it does not write to a terminal: one line at each change of the verdict, with
+    --json the whole answer of `check` in a line.
+    """
+    from agent.client import ask
+    from agent.watch import as_lines, on_terminal
+
+    every_s = seconds("--every", every)
+    settings = load(chosen(context, config))
+
+    def asked() -> tuple[Any, Any]:
+        return ask(settings.socket, "/check"), ask(settings.socket, "/alerts?resolved=0")
+
+    try:
+        if sys.stdout.isatty() and not as_json:
+            on_terminal(asked, every_s, sys.stdout)
+        else:
+            as_lines(asked, every_s, sys.stdout, as_json=as_json)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+    except BrokenPipeError:  # `| head` has seen enough
+        write("")
+
+
 def _sample(settings: Config, watch_s: float, absent: Exception, *, gpus: bool) -> Any:
     """The same as the agent's answer, by looking for ourselves for a while."""
     from agent.client import NotRunning

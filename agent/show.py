@@ -88,6 +88,14 @@ CHECK_COLUMNS = (
 )
 
 
+def watch_report(answer: Answer, alerts: Sequence[Answer], told_at: float) -> Report:
+    """The node at a glance, the verdict first: what pages, then the ten and what else is out of range."""
+    report = check_report(answer, show_all=False)
+    verdict = report.pop(report.index(verdict_line(answer)))
+    paging = [f"INCIDENT  {clean(a['summary'])}" for a in alerts if (a["state"], a["severity"]) == ("firing", "page")]
+    return [f"{clean(answer['node'])}  {moment(told_at)}  (q ends)", verdict, *paging, "", *report]
+
+
 def _is_ten(signal: Answer) -> bool:
     return place(signal)[0] == 0
 
@@ -577,30 +585,38 @@ def plain(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
+def drawn(report: Report, width: int) -> list[Any]:
+    """The report as rich draws it on a terminal so wide."""
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    found: list[Any] = []
+    for part in report:
+        if isinstance(part, str):
+            found.append(Text(part, VERDICT_STYLES.get(part.partition(":")[0], "")))
+            continue
+        table = _without_empty(part)
+        kept = _fitting(table, width)
+        made = RichTable(box=None, pad_edge=False, header_style="dim", title_style="bold", title_justify="left")
+        made.title = part.title or None
+        for n in kept:
+            column = table.columns[n]
+            align: Literal["left", "right"] = "right" if column.right else "left"
+            made.add_column(column.head, justify=align, no_wrap=n != kept[-1], overflow="fold")
+        for row in table.rows:
+            made.add_row(*(Text(row[n], STYLES.get(row[n], "")) for n in kept))
+        found += [made, ""]
+    return found
+
+
 def show(report: Report, out: TextIO) -> None:
     """Print a report: drawn where `out` is a terminal, as plain text elsewhere."""
     if not out.isatty():
         out.write(plain(report))
         return
     from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
 
     width = shutil.get_terminal_size().columns
     console = Console(file=out, width=width, highlight=False)
-    for part in report:
-        if isinstance(part, str):
-            console.print(Text(part, VERDICT_STYLES.get(part.partition(":")[0], "")))
-            continue
-        table = _without_empty(part)
-        kept = _fitting(table, width)
-        drawn = RichTable(box=None, pad_edge=False, header_style="dim", title_style="bold", title_justify="left")
-        drawn.title = part.title or None
-        for n in kept:
-            column = table.columns[n]
-            align: Literal["left", "right"] = "right" if column.right else "left"
-            drawn.add_column(column.head, justify=align, no_wrap=n != kept[-1], overflow="fold")
-        for row in table.rows:
-            drawn.add_row(*(Text(row[n], STYLES.get(row[n], "")) for n in kept))
-        console.print(drawn)
-        console.print()
+    for part in drawn(report, width):
+        console.print(part)

@@ -533,7 +533,8 @@ def test_help_has_one_line_for_each_command(cli: Cli) -> None:
     told = dict(line.strip().split(None, 1) for line in lines if line.strip())
     assert code == 0
     assert set(told) == {"run", "check", "doctor", "alerts", "record", "backtest", "config", "notify", "rules", "drill",
-                         "drilld", "report", "review", "silence", "unsilence", "maintenance", "advise", "canary"}
+                         "drilld", "report", "review", "silence", "unsilence", "maintenance", "advise", "canary",
+                         "watch"}
     assert not [line for line in lines if line.endswith("...")]
     assert "config check" in told["config"]
     assert "rules list" in told["rules"]

@@ -192,12 +192,12 @@ MAY_IMPORT: dict[str, Row] = {
         "agent agent.advise agent.client agent.config agent.oneshot agent.show agent.strict",
         "inspect msgspec os pathlib sys typer",
     ),
+    "agent.watch": Row("agent.client agent.show agent.words", "json rich select shutil sys termios time tty"),
     "agent.__main__": Row(
         "agent agent.advise_commands agent.backtest agent.client agent.config agent.model agent.notifiers"
         " agent.notifiers.trial agent.oneshot agent.postmortem agent.record agent.release_watch agent.show"
-        " agent.signals agent.silences agent.sources.nvml agent.strict agent.words drills drills.cli drills.config"
-        " rules"
-        " rules.alertmanager rules.prometheus",
+        " agent.signals agent.silences agent.sources.nvml agent.strict agent.watch agent.words drills drills.cli"
+        " drills.config rules rules.alertmanager rules.prometheus",
         "msgspec os pathlib shlex signal sys threading typer",
     ),
     "runbooks": Row(),
@@ -319,6 +319,7 @@ CLOCK_READERS = {
     "agent.oneshot": "a check without a running agent",
     "agent.release_watch": "hands the clock to what reads the two groups",
     "agent.record": "stamps what it records",
+    "agent.watch": "says when it looked",
     "agent.store": "names a damaged file that it moves aside",
     "drills.schedule": "the timetable; its decisions are told the time",
     "drills.faults.pod_kill": "how long a pod ought to be gone",

@@ -1,0 +1,79 @@
+"""`tocsin watch`: the node at a glance on a terminal, drawn anew every few seconds until q.
+
+Where it does not write to a terminal it is quiet: one line at each change of the verdict, for a log or a pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import shutil
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from agent.client import AgentError, NotRunning
+from agent.show import Report, drawn, moment, watch_report
+from agent.words import verdict_line
+
+Answer = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]  # what `check` and `alerts` tell
+Ask = Callable[[], Answer]
+
+
+def on_terminal(ask: Ask, every_s: float, out: TextIO, clock: Callable[[], float] = time.time) -> None:
+    """Draw it until q, Ctrl-C or the end of what is typed; an agent that does not answer is said, and asked again."""
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    console = Console(file=out, highlight=False)
+    screen = Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
+    with screen as live, keys(sys.stdin) as hit:
+        last: Report = []
+        while True:
+            try:
+                last = watch_report(*ask(), clock())
+                report = last
+            except (NotRunning, AgentError) as error:
+                report = [f"UNKNOWN: {error}", *(["What stands below is old.", *last] if last else [])]
+            live.update(Group(*drawn(report, shutil.get_terminal_size().columns)), refresh=True)
+            if hit(every_s) in ("q", "Q", ""):
+                return
+
+
+@contextmanager
+def keys(stdin: TextIO) -> Iterator[Callable[[float], str | None]]:
+    """Single keys, without Enter: the key that is hit within so many seconds; None: none was, "": there are no more."""
+    fd = stdin.fileno()
+    if not stdin.isatty():
+        yield lambda timeout_s: time.sleep(timeout_s)
+        return
+    before = termios.tcgetattr(fd)
+    tty.setcbreak(fd)
+
+    def hit(timeout_s: float) -> str | None:
+        return stdin.read(1) if select.select([fd], [], [], timeout_s)[0] else None
+
+    try:
+        yield hit
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def as_lines(ask: Ask, every_s: float, out: TextIO, *, as_json: bool, clock: Callable[[], float] = time.time) -> None:
+    """One line at each change of the verdict, until Ctrl-C. Raises BrokenPipeError where nobody reads any more."""
+    before = None
+    while True:
+        try:
+            answer, _ = ask()
+            line = verdict_line(answer)
+        except (NotRunning, AgentError) as error:
+            answer, line = {"verdict": "unknown", "why": str(error)}, f"UNKNOWN: {error}"
+        if answer["verdict"] != before:
+            before = answer["verdict"]
+            out.write(f"{json.dumps(answer) if as_json else f'{moment(clock())}  {line}'}\n")
+            out.flush()
+        time.sleep(every_s)

@@ -1,0 +1,141 @@
+"""`tocsin watch` on a terminal of its own (a pty), in a pipe, and on an agent that goes and comes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent.web.app import PRIVATE, make_app
+from agent.web.server import Server, serve_unix
+from tests.agent_process import ROOT
+from tests.test_cli import HOT
+from tests.test_web import CATALOGUE, NOW, FakeView
+
+WITHIN_S = 60.0
+
+
+def serve(folder: Path, view: FakeView) -> Server:
+    """An agent's socket."""
+    return serve_unix(make_app(view, CATALOGUE, lambda: NOW, routes=PRIVATE), folder / "sock")
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    (tmp_path / "tocsin.yaml").write_text(f"socket: {tmp_path}/sock\n")
+    return [sys.executable, "-m", "agent", "watch", "--every", "100ms", "--config", str(tmp_path / "tocsin.yaml")]
+
+
+class Terminal:
+    """A command on a terminal of 120 columns; `seen` is all that it drew."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (40, 120))
+        self.before = termios.tcgetattr(theirs)
+        self.theirs = theirs
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs,
+                                        start_new_session=True, env={**os.environ, "TERM": "xterm"})  # fmt: skip
+        self.seen = ""
+
+    def until(self, holds: Callable[[str], bool]) -> None:
+        """Read on until it holds."""
+        deadline = time.monotonic() + WITHIN_S
+        os.set_blocking(self.ours, False)
+        while not holds(self.seen):
+            assert time.monotonic() < deadline, self.seen[-2000:]
+            try:
+                self.seen += os.read(self.ours, 65536).decode(errors="replace")
+            except BlockingIOError:
+                time.sleep(0.02)
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.wait()
+        os.close(self.ours)
+        os.close(self.theirs)
+
+
+@pytest.mark.parametrize("end", [
+    lambda terminal: os.write(terminal.ours, b"q"), lambda terminal: terminal.process.send_signal(signal.SIGINT)])
+def test_q_ends_it_and_the_terminal_is_as_before(tmp_path: Path, command: list[str],
+                                                 end: Callable[[Terminal], object]) -> None:
+    """It left the terminal without echo, and the engineer typed blindly."""
+    view = FakeView()
+    view.checked = {"verdict": "page", "node": "gpu-17", "signals": [HOT], "why": None}
+    server, terminal = serve(tmp_path, view), Terminal(command)
+    try:
+        terminal.until(lambda seen: "PAGE: gpu-temperature" in seen and "91 °C" in seen)
+        end(terminal)
+        assert terminal.process.wait(WITHIN_S) == 0
+        assert termios.tcgetattr(terminal.theirs) == terminal.before
+    finally:
+        terminal.close()
+        server.close()
+
+
+def test_an_agent_that_goes_is_said_and_the_last_is_old(tmp_path: Path, command: list[str]) -> None:
+    """The agent was killed; the screen went on showing HEALTHY."""
+    view = FakeView()
+    view.checked = {"verdict": "healthy", "node": "gpu-17", "signals": [{**HOT, "state": "OK"}], "why": None}
+    server, terminal = serve(tmp_path, view), Terminal(command)
+    try:
+        terminal.until(lambda seen: "HEALTHY" in seen)
+        server.close()
+        terminal.until(lambda seen: "no agent answers" in seen and "is old" in seen)
+        terminal.seen = ""
+        server = serve(tmp_path, view)
+        terminal.until(lambda seen: "HEALTHY" in seen)
+    finally:
+        terminal.close()
+        server.close()
+
+
+def test_in_a_pipe_it_is_quiet(tmp_path: Path, command: list[str]) -> None:
+    """One line at each change of the verdict; as JSON the whole of it; Ctrl-C is no fault."""
+    view = FakeView()
+    view.checked = {"verdict": "healthy", "node": "gpu-17", "signals": [{**HOT, "state": "OK"}], "why": None}
+    server = serve(tmp_path, view)
+    running = [subprocess.Popen([*command, *more], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+               for more in ([], ["--json"])]
+    try:
+        plain, as_json = (process.stdout for process in running)
+        assert plain is not None
+        assert as_json is not None
+        assert "HEALTHY: 1 in range" in plain.readline()
+        assert json.loads(as_json.readline())["verdict"] == "healthy"
+        view.checked = {"verdict": "page", "node": "gpu-17", "signals": [HOT], "why": None}
+        assert "PAGE: gpu-temperature" in plain.readline()
+        assert json.loads(as_json.readline())["signals"][0]["rule"] == "gpu-temperature"
+        for process in running:
+            process.send_signal(signal.SIGINT)
+        assert [process.wait(WITHIN_S) for process in running] == [0, 0]
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+        server.close()
+
+
+def test_who_reads_no_more_ends_it(tmp_path: Path, command: list[str]) -> None:
+    """`tocsin watch | head -1` ran for ever in the background."""
+    server = serve(tmp_path, FakeView())
+    try:
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.stdout.close()
+            server.close()  # the verdict changes: there is something to write
+            assert process.wait(WITHIN_S) == 0
+    finally:
+        server.close()
