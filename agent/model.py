@@ -337,6 +337,7 @@ SAMPLES: Mapping[str, Kind] = {
     # of what users see (subject: the address that they use), told by a prober from outside
     "user_ttft": "histogram",  # s
     "user_itl": "histogram",  # s
+    "user_whole": "histogram",  # s, of answers that were asked for whole, not as a stream
     "user_requests": "counter",
     "user_errors": "counter",
     # of our own canary (subject: the target that it asks)

@@ -131,6 +131,7 @@ class Node:
         self.history = History()
         self._lost: set[str] = set()  # GPUs of which NVML says so
         self._events: list[Event] = []  # taken, not yet folded: first all of a tick must have told which GPU is where
+        self.canaries: dict[str, str | None] = {}  # address -> the target whose own it is; None: users'
         self.users: dict[str, float] = {}  # address that users use -> when a prober last told of it
         self.first_at: float | None = None
         self.rules = {rule.id: rule for rule in setup.rules}
@@ -180,6 +181,7 @@ class Node:
         if batch.engine is not None:
             self._take_engine(batch.engine, batch.at)
         if batch.source.startswith("canary:"):
+            self._take_canary(batch)
             self.users |= {reading.subject: batch.at for reading in batch.readings if reading.name == "user_requests"}
         self._take_kubernetes(batch)
         if batch.probes is not None:
@@ -216,6 +218,12 @@ class Node:
     def _forget_instance(self, uuid: str) -> None:
         self.learned.gpu_full_at_start.pop(uuid, None)
         self.windows.forget(uuid)
+
+    def _take_canary(self, batch: Batch) -> None:
+        """Whose address a canary asks: a target's own, or the users'."""
+        asks = next((r.subject for r in batch.readings if r.name == "canary_age_s"), None)
+        for address in {r.subject for r in batch.readings if r.name == "user_requests"}:
+            self.canaries[address] = asks
 
     def _take_hardware(self, reading: Sample | Gap) -> None:
         """Learn what is usual here, and when a GPU began anew."""
@@ -483,7 +491,7 @@ class Node:
         return Scene(self.windows, now, self.setup.node, self.setup.slo, targets, self.gpus, self.sources, users,
                      self.learned.told, full, watched_s, tuple(self.routers), self.history, self.setup.xid_severity,
                      self.learned.gpu_count if self.setup.gpus_expected is None else self.setup.gpus_expected,
-                     self.learned.nvlinks, self.workloads, self.learned.gpus_allocatable)
+                     self.learned.nvlinks, self.workloads, self.learned.gpus_allocatable, self.canaries)
 
     def _fold(self) -> None:
         """Take what happened into the history, now that every source of this tick has told which GPU is where."""

@@ -81,6 +81,7 @@ class Scene:
     nvlinks_seen: Mapping[str, int] = field(default_factory=dict)  # uuid -> bit mask of links that were up in this boot
     workloads: tuple[str, ...] = ()  # namespace/name in Kubernetes, on the one agent that watches the cluster
     gpus_allocatable: int = 0  # the most that the kubelet gave to pods
+    canaries: Mapping[str, str | None] = field(default_factory=dict)  # address -> the target whose own it is
     memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # what several rules ask of one tick
 
     def target_of(self, subject: str) -> Target | None:
@@ -1447,6 +1448,54 @@ def user_error_rate(ask: Ask) -> Signal:
     return ask.value(counted(ask, errors, n), evidence={"errors": errors, "requests": n})
 
 
+def outside_engine(name: str) -> Callable[[Ask], Signal]:
+    """U2. What users wait for beyond the engine: the canary's mean at their address less that at the engines' own.
+
+    The same short question at both, so what differs lies between: network, router, proxies. `name`: user_ttft
+    (streamed) or user_whole (not). Where no canary asks an engine itself, first tokens are compared with the engines'
+    own median, which has other prompts in it: an estimate.
+    """
+    return lambda ask: measured_outside(ask, name)
+
+
+def measured_outside(ask: Ask, name: str) -> Signal:
+    """The measuring behind outside_engine."""
+    if ask.scene.canaries.get(ask.subject, "") is not None:
+        return ask.na("an engine's own address" if ask.subject in ask.scene.canaries else "told by the canary alone")
+    trouble = ask.problem(name) or ask.uncovered(name)
+    if trouble:
+        return trouble
+    n, total_s = summed(ask, [ask.subject], name)
+    needed = ask.rule.min_count or 1
+    if n < needed:
+        return ask.idle(f"{n:.0f} of at least {needed} answers")
+    user_s, method = total_s / n, "the same question at the engine"
+    inside_n, inside_s = summed(ask, [at for at, target in ask.scene.canaries.items() if target is not None], name)
+    if inside_n >= needed:
+        inside_s /= inside_n
+    elif name == "user_ttft" and (told := engines_median(ask)) is not None:
+        middle_s = quantile(0.5, add_buckets([engine_buckets(ask.windows, ask.subject, name, ask.start())]))
+        user_s, (inside_n, inside_s), method = middle_s or 0.0, told, "estimate: the engines' own median"
+    else:
+        return ask.na("no canary asks an engine itself; name its own address under probe.canary.urls, too")
+    evidence = {"user_s": user_s, "inside_s": inside_s, "n": n, "n_inside": inside_n}
+    return ask.value(user_s - inside_s, method=method, evidence=evidence)
+
+
+def summed(ask: Ask, subjects: Sequence[str], name: str) -> tuple[float, float]:
+    """(how many, s in all) of some histograms over the window."""
+    rises = [ask.windows.increases(subject, name, ask.start()) for subject in subjects]
+    return sum(r.get("count", 0.0) for r in rises), sum(r.get("sum", 0.0) for r in rises)
+
+
+def engines_median(ask: Ask) -> tuple[float, float] | None:
+    """(how many, median) of all engines' first tokens over the window; None: there were none."""
+    buckets = add_buckets(engine_buckets(ask.windows, engine, "ttft", ask.start())
+                          for target in ask.scene.targets.values() for engine in ask.scene.tellers(target, "ttft"))
+    median_s = quantile(0.5, buckets)
+    return None if median_s is None else (buckets[-1][1], median_s)
+
+
 def replicas_missing(ask: Ask) -> Signal:
     """K1. How many replicas of a workload are asked for and not Ready; while a rollout progresses that is its way."""
     desired, ready, rollout = (ask.latest(name) for name in ("replicas_desired", "replicas_ready", "rollout"))
@@ -1571,6 +1620,10 @@ SIGNALS: Mapping[str, tuple[SignalSpec, Callable[[Ask], Signal]]] = {row[0].id: 
          slow_signal("user_itl"), windowed=True, counted=True, limit="slo", min_requests="number"),
     _row("user_error_rate", "ratio", "user", "errors per request as users get them, lower bound", user_error_rate,
          windowed=True, counted=True),
+    _row("outside_engine", "s", "user", "wait for a streamed first token that is not the engine's, of the canary",
+         outside_engine("user_ttft"), windowed=True, counted=True),
+    _row("outside_engine_whole", "s", "user", "the same of an answer that was not streamed",
+         outside_engine("user_whole"), windowed=True, counted=True),
     *(_row(*row[:-1], windowed=row[-1]) for row in hardware.ROWS),
     _row("replicas_missing", "count", "workload", "replicas that are asked for and not Ready", replicas_missing),
     _row("gpus_unallocatable", "count", "node", "GPUs that the kubelet would give to no pod now", gpus_unallocatable),

@@ -129,6 +129,7 @@ TELLERS: Mapping[str, Callable[[Evidence], str]] = {
     "floor_bytes": _free,
     "failed_reads": lambda e: f"{e.get('failing') or 'the engine'} fails, {_in_a_row(e['failed_reads'])}",
     "late_reads": lambda e: f"no answer in time, {_in_a_row(e['late_reads'])}",
+    "user_s": lambda e: f"{span(e['user_s'])} at the users' address, {span(e['inside_s'])} at the engine",
     "slowed": _heat,
     "own_limit_c": _heat,
     "text": lambda e: str(e["text"]),

@@ -887,3 +887,13 @@ def test_the_ten_in_one_line() -> None:
         ("H4", "N/A", None, "ratio"), ("H5", "UNKNOWN", None, "ratio"),
         ("H9", "PENDING", 86.0, "celsius"), (None, "BREACH", 1.0, "count"))]
     assert words.the_ten(rows) == "The ten: queue 100 ms · KV 93 %! · graph n/a · TTFT ? · GPU 86 °C"
+
+
+def test_whose_address_a_canary_asks_is_known_to_the_signals() -> None:
+    """The one at the engine's own address tells `canary_age_s` of it; the one at the users' tells none."""
+    here = node()
+    here.take(Batch("canary:http://edge:8080", T0, 0.0, tuple(samples("http://edge:8080", T0, {"user_requests": 1.0}))))
+    own = [*samples("http://127.0.0.1:8000", T0, {"user_requests": 1.0}), *samples("llama", T0, {"canary_age_s": 0.0})]
+    here.take(Batch("canary:http://127.0.0.1:8000", T0, 0.0, tuple(own)))
+    here.step(T0, 0.0)
+    assert here.scene.canaries == {"http://edge:8080": None, "http://127.0.0.1:8000": "llama"}

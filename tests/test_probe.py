@@ -25,7 +25,7 @@ def server() -> Iterator[OpenAiServer]:
 
 @pytest.fixture
 def canary(server: OpenAiServer) -> Iterator[CanarySource]:
-    it = CanarySource(server.url, asks="llama", every_s=0.02, slo_s=(0.333,), answer_s=0.3)
+    it = CanarySource(server.url, asks="llama", every_s=0.02, slo_s=(0.333,), answer_s=0.3, whole_every=0)
     yield it
     it.close()
 
@@ -113,7 +113,7 @@ def test_an_address_that_takes_no_canary_is_nobodys_outage(server: OpenAiServer,
         time.sleep(0.01)
     assert "takes no canary: HTTP" in batch.error
     assert {r.name for r in batch.readings if isinstance(r, Gap)} == {
-        "user_requests", "user_errors", "user_ttft", "user_itl", "canary_age_s"}
+        "user_requests", "user_errors", "user_ttft", "user_itl", "user_whole", "canary_age_s"}
     server.set(Behaviour())
     until(canary, lambda told: told.get("user_requests", 0) >= 1)
 
@@ -156,3 +156,29 @@ def test_a_key_that_cannot_be_read_is_said(server: OpenAiServer) -> None:
         time.sleep(0.01)
     assert "/run/secrets/key cannot be read" in batch.error
     canary.close()
+
+
+def test_whole_answers_are_timed_apart(server: OpenAiServer) -> None:
+    """Three of four questions are streamed: 4 pieces, 10 ms apart. The fourth comes whole, and is no first token."""
+    canary = CanarySource(server.url, every_s=0.02)
+    told = until(canary, lambda told: told["user_whole.count"] >= 2)
+    canary.close()
+    assert told["user_errors"] == 0
+    assert told["user_requests"] == told["user_ttft.count"] + told["user_whole.count"]
+    assert told["user_ttft.count"] >= 3 * told["user_whole.count"]
+    asked = [one.asked["stream"] for one in server.log if one.asked]
+    assert asked[:8] == [True, True, True, False] * 2
+
+
+@pytest.mark.parametrize(
+    ("story", "behaviour"),
+    [("HTTP 503", Behaviour(status=503)), ("half of a body", Behaviour(fault="truncate")),
+     ("a finish reason that says abort", Behaviour(finish_reason="abort"))],
+)
+def test_a_whole_answer_that_is_an_error(server: OpenAiServer, story: str, behaviour: Behaviour) -> None:
+    """The same words as for a stream."""
+    server.set(behaviour)
+    canary = CanarySource(server.url, every_s=0.02, whole_every=1, model="tiny")
+    told = until(canary, lambda told: told["user_requests"] >= 2)
+    canary.close()
+    assert (told["user_errors"], told["user_whole.count"]) == (told["user_requests"], 0), story

@@ -1263,3 +1263,50 @@ def test_gauges_that_lag_behind_the_load_are_no_hang() -> None:
     windows = serve(0, 90, lambda at: {"running": 3.0, "generation_tokens": 40 * min(at, 60.0)})
     assert verdict(at_end(windows, "engine-stuck", 90), "engine-stuck") == "clear"
     assert at_end(windows, "kv-cache-utilization", 90).state == "value"
+
+
+# --- U2: what lies outside the engine ---------------------------------------------------------------------------------
+
+EDGE, OWN = "http://edge:8080", "http://127.0.0.1:8000"
+
+
+def asked(edge_s: float, own_s: float | None, *, whole: bool = False, engine_s: float = 0.2) -> Scene:
+    """A canary a minute at the users' address, and at the engine's own where it is given; each took so many seconds."""
+    windows, name = Windows(5.0, 7200.0), "user_whole" if whole else "user_ttft"
+    for at in times(0.0, 3600.0, 10.0):
+        minute = float(at // 60)
+        for address, took_s in ((EDGE, edge_s), (OWN, own_s)):
+            if took_s is not None:
+                buckets = {bound: minute * (took_s <= float(bound)) for bound in ("0.25", "0.5", "2.5", "+Inf")}
+                read(windows, at, address, {"user_requests": minute} | hist(name, buckets, minute * took_s),
+                     f"canary:{address}")
+        engine = {"0.1": 0.0, "0.3": 50.0 * minute, "+Inf": 50.0 * minute}
+        read(windows, at, "e", PAGE | hist("ttft", engine, 50.0 * minute * engine_s))
+    users = {address: Target(address, (address,), SLO) for address in (EDGE, OWN)}
+    return scene(windows, 3600.0, users=users, canaries={EDGE: None} | ({} if own_s is None else {OWN: "e"}))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_lost_between_user_and_engine(whole: bool) -> None:
+    """0.7 s at the router, 0.2 s at the engine, the same question: 0.5 s lie between, streamed or not, each apart."""
+    rule = "outside-engine-whole" if whole else "outside-engine"
+    told = ask(asked(0.7, 0.2, whole=whole), rule, EDGE)
+    assert (told.state, round(told.value or 0.0, 6), told.method) == ("value", 0.5, "the same question at the engine")
+    assert told.evidence["inside_s"] == pytest.approx(0.2)
+    other = "outside-engine" if whole else "outside-engine-whole"
+    assert ask(asked(0.7, 0.2, whole=whole), other, EDGE).state != "value"
+
+
+def test_without_a_canary_at_the_engine_it_is_an_estimate_or_nothing() -> None:
+    """The engines' own median, 0.2 s of a bucket from 0.1 to 0.3, against the users', 1.5 s of one from 0.5 to 2.5."""
+    told = ask(asked(0.7, None), "outside-engine", EDGE)
+    assert (told.method, round(told.value or 0.0, 6)) == ("estimate: the engines' own median", 1.3)
+    whole = ask(asked(0.7, None, whole=True), "outside-engine-whole", EDGE)
+    assert (whole.state, "probe.canary.urls" in str(whole.why)) == ("na", True)
+
+
+def test_only_a_canary_at_the_users_address_tells_it() -> None:
+    """Neither the canary at the engine's own address, nor a drill's prober, whose prompts are others."""
+    assert ask(asked(0.7, 0.2), "outside-engine", OWN).state == "na"
+    here = asked(0.7, 0.2)
+    assert ask(replace(here, canaries={OWN: "e"}), "outside-engine", EDGE).state == "na"

@@ -74,6 +74,7 @@ def test_a_value_over_its_limit_does_not_read_like_its_limit(value: float, limit
     ({"running": 0.0, "waiting": 2.0, "flat_s": 0.0, "waiting_alone_s": 65.0},
      "2 waiting and none running for 65 s"),
     ({"gpu_temp_c": 91.0, "slowed": True, "own_limit_c": 89.0}, "91 °C, its own limit 89 °C, slowed by its hardware"),
+    ({"user_s": 0.7, "inside_s": 0.2, "n": 15.0}, "700 ms at the users' address, 200 ms at the engine"),
     ({"gpu_temp_c": 85.5, "slowed": False, "own_limit_c": 87.0}, "85.5 °C, its own limit 87 °C"),
     ({"lost": {"queue_age of e": "timeout"}}, "queue_age of e: timeout"), ({"lost": {}}, "0"),
     ({"free_bytes": 314572800.0, "floor_bytes": 536870912.0}, "300 MiB free and falling, limit 512 MiB"), ({}, "0"),

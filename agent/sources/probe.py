@@ -1,4 +1,7 @@
-"""The canary: one short streamed completion every 30 s, through an engine's address or the one that users use.
+"""The canary: one short completion every 30 s, through an engine's address or the one that users use.
+
+Three of four are streamed; the fourth is asked for whole, and timed apart: a proxy that gathers a stream before it
+passes it on makes the one as slow as the other, and nobody who looks at either alone sees why.
 
 What no engine tells of itself: a hang (its page says running 0 and /health 200), errors inside a stream, clients that
 are refused or time out, and the network and proxies in between. It is asked for (`probe.canary.urls`), never by itself.
@@ -29,6 +32,7 @@ LINE_BYTES = 64 * 1024
 BODY_BYTES = 64 * 1024
 BOUNDS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0,
             30.0, 60.0)
+WHOLE_EVERY = 4  # of so many questions one is not streamed
 BAD_ENDINGS = frozenset({"error", "abort"})  # finish reasons of an answer that is none
 
 
@@ -77,11 +81,12 @@ class CanarySource:
         api_key: reads it when it is used; None: no key is sent.
         every_s: from one question to the next.
         slo_s: bounds that its histograms have besides, so that the service levels can be judged.
+        whole_every: of so many questions one is not streamed; 0: all are.
     """
 
     def __init__(self, url: str, *, asks: str | None = None, model: str | None = None,
                  api_key: Callable[[], str] | None = None, every_s: float = 30.0, slo_s: tuple[float, ...] = (),
-                 answer_s: float = ANSWER_S) -> None:
+                 answer_s: float = ANSWER_S, whole_every: int = WHOLE_EVERY) -> None:
         base = url.rstrip("/").removesuffix("/v1")
         self.url = shown_address(base)
         self.name = f"canary:{self.url}"
@@ -91,7 +96,8 @@ class CanarySource:
         self._every_s, self._answer_s = every_s, answer_s
         bounds_s = tuple(sorted({*BOUNDS_S, *slo_s}))
         self._lock = threading.Lock()
-        self._ttft, self._itl = Histogram(bounds_s), Histogram(bounds_s)
+        self._ttft, self._itl, self._whole = Histogram(bounds_s), Histogram(bounds_s), Histogram(bounds_s)
+        self._whole_every, self._asked = whole_every, 0
         self._requests = self._errors = self._counted_errors = 0
         self._waits_since: float | None = None  # monotonic; kept through questions that time out
         self._refusal: str | None = None
@@ -123,7 +129,7 @@ class CanarySource:
 
     def _readings(self, now: float, mono: float) -> Iterator[Sample | Gap]:
         if self._refusal is not None:
-            for name in ("user_requests", "user_errors", "user_ttft", "user_itl"):
+            for name in ("user_requests", "user_errors", "user_ttft", "user_itl", "user_whole"):
                 yield Gap(name, self.url, Why.BAD_STATUS, self._refusal, now)
             if self.asks is not None:
                 yield Gap("canary_age_s", self.asks, Why.BAD_STATUS, self._refusal, now)
@@ -132,6 +138,7 @@ class CanarySource:
         yield Sample("user_errors", self.url, float(self._errors), now)
         yield from self._ttft.samples("user_ttft", self.url, now)
         yield from self._itl.samples("user_itl", self.url, now)
+        yield from self._whole.samples("user_whole", self.url, now)
         if self.asks is not None:
             since = None if self.held else self._waits_since
             yield Sample("canary_age_s", self.asks, 0.0 if since is None else mono - since, now)
@@ -153,8 +160,10 @@ class CanarySource:
         failure: Failed | None = None
         refusal: str | None = None
         times_s: list[float] = []
+        self._asked += 1
+        streams = not self._whole_every or self._asked % self._whole_every != 0
         try:
-            times_s = self._answer(start + self._answer_s)
+            times_s = self._answer(start + self._answer_s, streams=streams)
         except Refused as refused:
             refusal = f"{self.url} takes no canary: {refused}"
         except Failed as failed:
@@ -178,25 +187,28 @@ class CanarySource:
             if failure is not None:
                 self._errors += 1
                 self._counted_errors += failure.is_5xx
+            elif times_s and not streams:
+                self._whole.add(times_s[-1] - start)
             elif times_s:
                 self._ttft.add(times_s[0] - start)
                 for earlier, later in pairwise(times_s):
                     self._itl.add(later - earlier)
             return is_late
 
-    def _answer(self, deadline: float) -> list[float]:
+    def _answer(self, deadline: float, *, streams: bool) -> list[float]:
         """When each piece of text came (monotonic). Raises Failed, Refused, OSError, http.client.HTTPException."""
         model = self._model or self._found_model or self._first_model(deadline)
-        asked: dict[str, Any] = {"model": model, "max_tokens": MAX_TOKENS, "stream": True, "temperature": 0}
+        asked: dict[str, Any] = {"model": model, "max_tokens": MAX_TOKENS, "stream": streams, "temperature": 0}
+        read = self._pieces if streams else self._one
         if not self._is_chat:
             reply = self._post("/v1/completions", {**asked, "prompt": PROMPT}, deadline)
             body = b"" if reply.status == 200 else reply.read(BODY_BYTES)
             if reply.status != 404 or b"model" in body.lower():
                 self._check(reply.status, body)
-                return self._pieces(reply, deadline)
+                return read(reply, deadline)
             self._is_chat = True
         messages = [{"role": "user", "content": PROMPT}]
-        return self._pieces(self._post("/v1/chat/completions", {**asked, "messages": messages}, deadline), deadline)
+        return read(self._post("/v1/chat/completions", {**asked, "messages": messages}, deadline), deadline)
 
     def _first_model(self, deadline: float) -> str:
         reply = self._send("GET", "/v1/models", None, deadline)
@@ -256,6 +268,19 @@ class CanarySource:
             if held is not None:
                 held.close()
         self._reply = self._connection = None
+
+    def _one(self, reply: http.client.HTTPResponse, deadline: float) -> list[float]:
+        """When a whole answer had come."""
+        self._wait_until(deadline)
+        body = reply.read(BODY_BYTES)
+        self._check(reply.status, body)
+        try:
+            ended = json.loads(body)["choices"][0]["finish_reason"]
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise Failed(f"no answer, but {body[:200].decode('utf-8', 'replace')!r}") from None
+        if ended is None or ended in BAD_ENDINGS:
+            raise Failed(f"finish reason {ended!r}")
+        return [time.monotonic()]
 
     def _pieces(self, reply: http.client.HTTPResponse, deadline: float) -> list[float]:
         if reply.status != 200:
