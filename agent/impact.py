@@ -10,6 +10,7 @@ from typing import Any
 
 from agent.signals import Scene, Target, count_errors, count_routed, engine_buckets
 from agent.stats import add_buckets, slow_share
+from agent.windows import RAW_KEEP_S
 
 MINUTE_S = 60.0
 
@@ -35,9 +36,10 @@ def counted(scene: Scene, target: Target, start: float) -> Counted:
     # the router's word is better, if it is through this router that most requests come
     errors, requests, how = routed if routed is not None and 2 * routed[1] >= own[1] else own
     slow: dict[str, float] = {}
+    since = max(start, scene.now - RAW_KEEP_S)  # histograms are remembered no longer
     for name, limit_s in (("ttft", target.slo.ttft_p99), ("itl", target.slo.itl_p99)):
         share = slow_share(limit_s, add_buckets(
-            engine_buckets(scene.windows, engine, name, start) for engine in scene.tellers(target, name)))
+            engine_buckets(scene.windows, engine, name, since) for engine in scene.tellers(target, name)))
         slow |= {name: share.n, f"{name}_slow": share.certain}
     return Counted(target.name, requests, errors, how=how, **slow)
 
@@ -78,4 +80,5 @@ def impact(scene: Scene, start: float, end: float) -> dict[str, Any]:
             **asdict(row), "budget_minutes": spent, "budget_share": None if spent is None else spent / budget,
             "ttft_slo_s": target.slo.ttft_p99, "itl_slo_s": target.slo.itl_p99,
             "availability": target.slo.availability, "slo_window_s": target.slo.window}
-    return {"span_s": max(0.0, end - start), "targets": found}
+    span_s = max(0.0, end - start)
+    return {"span_s": span_s, "latency_span_s": min(span_s, RAW_KEEP_S), "targets": found}

@@ -38,7 +38,7 @@ def view(told: Map) -> dict[str, Any]:
         "schema": SCHEMA, "header": _header(incident, now), "chain": chain(incident), "alerts": alerts(incident),
         "timeline": timeline(incident, told["transitions"], told["notices"]), "times": times,
         "deliveries": deliveries(told["notices"]), "impact": impact(incident),
-        "findings": findings(incident, times, now),
+        "latency_s": _latency_s(incident), "findings": findings(incident, times, now),
         "actions": actions(incident, earlier, times),
         "comparison": [_summary(one, now) for one in [*earlier, incident][-EARLIER_SHOWN - 1:]]}
     plain: dict[str, Any] = escape.scrubbed(found)
@@ -137,6 +137,13 @@ def impact(incident: Map) -> list[dict[str, Any]]:
     told = incident.get("impact") or {}
     return [dict(row) for row in (told.get("targets") or {}).values()
             if any(row.get(key) for key in ("requests", "errors", "ttft", "itl"))]
+
+
+def _latency_s(incident: Map) -> float | None:
+    """How much of it the latencies are of, where that is not all: histograms are remembered for an hour or so."""
+    told = incident.get("impact") or {}
+    span_s, known_s = number(told.get("span_s")), number(told.get("latency_span_s"))
+    return known_s if span_s is not None and known_s is not None and known_s < span_s else None
 
 
 def findings(incident: Map, times: Map, now: float) -> list[str]:

@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.evaluate": Row("agent.model"),
     "agent.words": Row("agent.model"),
     "agent.incidents": Row("agent.model"),
-    "agent.impact": Row("agent.signals agent.stats"),
+    "agent.impact": Row("agent.signals agent.stats agent.windows"),
     "agent.records": Row("agent agent.impact agent.incidents agent.model agent.signals"),
     "agent.review": Row("agent agent.model agent.noise"),
     # What reports are written with, an incident's and a drill's.

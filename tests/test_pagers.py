@@ -12,6 +12,7 @@ import pytest
 from agent.config import load_config
 from agent.model import AlertMessage, Notice, Rejected, Severity, TryLater
 from agent.notifiers import Needs, build_channels, channel_names, chat, not_installed, pagerduty, slack
+from agent.notifiers.alertmanager import Alertmanager
 from agent.notifiers.apprise_send import send, without
 from agent.notifiers.channel import BadMessage, Channel
 from agent.notifiers.chat import Chat
@@ -218,7 +219,10 @@ def test_a_bot_reads_what_slack_says_in_its_200() -> None:
 @OLD_IMPORTS
 def test_no_channel_follows_a_redirect() -> None:
     """A chat server's open redirect led to 169.254.169.254: with the node's credentials in the answer, and logged."""
-    for make in (pager, by_webhook, by_bot, webhook, by_apprise):
+    def alertmanager(url: str) -> Alertmanager:
+        return Alertmanager("alertmanager", [url], list)
+
+    for make in (pager, by_webhook, by_bot, webhook, by_apprise, alertmanager):
         with Receiver() as inside, Receiver() as receiver:
             for status in (301, 302, 303, 307, 308):
                 receiver.script(Reply(status, {"Location": f"{inside.url}/latest/meta-data/SECRETPART"}))

@@ -75,6 +75,14 @@ def test_one_that_is_open_and_was_told_to_nobody() -> None:
     assert found["impact"] == []
 
 
+def test_a_long_one_says_of_what_its_latencies_are() -> None:
+    """After nine hours the histograms of the first eight are forgotten, and the report must not pretend."""
+    long = told()
+    long["incident"]["impact"] |= {"span_s": 32_400.0, "latency_span_s": 4_200.0}
+    assert "in the last 1 h 10 min of it" in postmortem.render(long, "md")
+    assert "in the last" not in postmortem.render(told(), "md")
+
+
 def test_too_short_to_help() -> None:
     """Woken for 100 s: the rule is asked whether it should."""
     short = told()

@@ -32,7 +32,7 @@ def record(days_ago: float = 0.0, *, over: bool = True, drill: str | None = None
             "ended_at": START + 630 - back if over else None, "began_at": START - back,
             "root": ["gpu-thermal-limit", "GPU-8f6a"], "members": [hot, late], "drill": drill, "audience": "",
             "chain": [["gpu-thermal-limit", "itl-p99"]],
-            "impact": {"span_s": 630.0, "targets": {"llama": COST}} if over else None}
+            "impact": {"span_s": 630.0, "latency_span_s": 630.0, "targets": {"llama": COST}} if over else None}
 
 
 def transition(number: int, at_s: float, kind: str, rule: str, subject: str) -> dict[str, Any]:

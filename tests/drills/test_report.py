@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent import escape
-from drills import plots, report
+from drills import history, ledger, plots, report
 from drills.config import drills_of
 from drills.judge import Alarm, Counts, Delivery, Evidence, Restart, judge
 from drills.model import Command, Drill, Left, Load, Plan, Request, State, Verdict
@@ -679,3 +679,25 @@ def test_in_chromium(runs: tuple[Path, Path], tmp_path: Path) -> None:
     bad = tmp_path / "bad.html"
     bad.write_text((runs[1] / "report.html").read_text().replace("</body>", "<script>1</script></body>"))
     assert len(browse(bad, tmp_path / "profile")[1]) == 1  # the policy holds, and the console is really read
+
+
+# --- the review of a quarter -----------------------------------------------------------------------------------------
+
+
+def test_a_review_counts_what_was_held_and_missed_and_what_is_still_open(tmp_path: Path) -> None:
+    """The first run lost its notification: open, until the next delivers it. One that was due and skipped is missed."""
+    folders = [finished(tmp_path / "runs", EARLIER, T - 28 * 86400, None)]
+    (folders[0] / ledger.LEDGER).touch()
+    found = history.reviewed(tmp_path, T - 90 * 86400)
+    assert (found["held"], found["missed"]) == (1, [])
+    assert [(one["what"].partition(":")[0], one["run"]) for one in found["actions"]] == [
+        (f"alarm.{RULE}.delivered", EARLIER)]
+
+    folders += [finished(tmp_path / "runs", LATER, T, T + 37), finished(tmp_path / "runs", f"{LATER}x", T + 60, None)]
+    for folder in folders:
+        (folder / ledger.LEDGER).touch()
+    skipped = record_of(folders[2])
+    (folders[2] / "run.json").write_text(json.dumps({**skipped, "verdict": "SKIPPED"}))
+    found = history.reviewed(tmp_path, T - 90 * 86400)
+    assert (found["held"], found["missed"], found["actions"]) == (2, [skipped["run"]], [])
+    assert history.reviewed(tmp_path, T - 7 * 86400)["held"] == 1  # the first is of last month
