@@ -88,14 +88,18 @@ def timeline(incident: Map, transitions: Sequence[Map], notices: Sequence[Map]) 
             rows.append((t["at"], f"{meanwhile}{STATES.get(t['kind'], t['kind'])}", text))
     rows += [(m["worst_at"], "worst value", f"{m['rule']} on {m['place']}: {quantity(number(m['worst']), m['unit'])}")
              for m in incident["members"] if m["worst_at"] is not None and m["worst_at"] >= incident["began_at"]]
+    told: set[tuple[str, str]] = set()
     for one in notices:
+        way = (one["channel"], one["key"])
+        status = "update" if one["status"] == "firing" and way in told else one["status"]  # it pages nobody again
+        told.add(way)
         tries = "" if not one["tries"] else f" after {one['tries']} failed tries"
         if one["state"] == "delivered":
-            rows.append((one["done_at"], f"{one['status']} delivered to {one['channel']}", f"{one['key']}{tries}"))
+            rows.append((one["done_at"], f"{status} delivered to {one['channel']}", f"{one['key']}{tries}"))
         elif one["state"] == "rejected":
             rows.append((one["done_at"], f"{one['channel']} refused", f"{one['key']}: {one['last_error']}"))
         else:
-            rows.append((one["created_at"], f"{one['status']} still owed to {one['channel']}",
+            rows.append((one["created_at"], f"{status} still owed to {one['channel']}",
                          f"{one['key']}{tries}{': ' + one['last_error'] if one['last_error'] else ''}"))
     if incident["ended_at"] is not None:
         rows.append((incident["ended_at"], "incident over", "its last alert that pages has ended"))

@@ -44,7 +44,8 @@ def test_the_timeline_is_in_order_and_tells_what_else_happened() -> None:
     assert rows == [
         (0.0, "threshold crossed"), (30.0, "incident opened"), (30.0, "alert firing"),
         (45.0, "meanwhile: alert firing"), (60.0, "alert firing"), (90.0, "worst value"), (120.0, "worst value"),
-        (125.0, "firing delivered to pagerduty"), (600.0, "alert resolved"), (630.0, "incident over"),
+        (125.0, "firing delivered to pagerduty"), (126.0, "update delivered to pagerduty"),
+        (600.0, "alert resolved"), (630.0, "incident over"),
         (631.0, "resolved delivered to pagerduty")]
 
 

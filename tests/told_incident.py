@@ -59,5 +59,6 @@ def told() -> dict[str, Any]:
                         transition(10, 60.0, "firing", "itl-p99", "llama"),
                         transition(11, 600.0, "resolved", "gpu-thermal-limit", "GPU-8f6a")],
         "notices": [notice(30.0, 95.0, tries=3, last_error="https://hooks.slack.com/services/T0/SECRET: 503"),
+                    notice(125.5, 0.5),
                     notice(630.0, 1.0, "resolved")],
         "earlier": [record(20.0), record(3.0)]}
