@@ -31,6 +31,7 @@ LEAST_ITL = 300
 LEAST_READINGS = 30  # of the business number, of both groups at once
 BATCHES = 10
 GROWTH = 1.2  # so many times the requests of the last look make another worth it
+NEVER_S = 1800.0  # the largest models are loaded by then
 DOWN_S = 120.0  # no engine of the new group answers, and the old ones do
 TINY_LOAD = 0.5  # of what an engine of the old group serves: says little about a full one
 
@@ -104,12 +105,13 @@ class Group:
     requests: float = 0.0
     errors: float = 0.0
     answered_at: float | None = None  # when one of them last answered
+    since: float | None = None  # when the watch began
     latencies: Mapping[str, Buckets] = field(default_factory=dict)
     business: Sequence[tuple[float, float | None]] = ()  # (when, the number)
 
 
 def group(tallies: Sequence[Tally], business: Sequence[tuple[float, float | None]] = (), now: float = math.inf,
-          late_s: float = math.inf) -> Group:
+          late_s: float = math.inf, since: float | None = None) -> Group:
     """Engines as one group. One that has not answered for `late_s` is none that answers."""
     requests = errors = 0.0
     for one in tallies:
@@ -122,7 +124,7 @@ def group(tallies: Sequence[Tally], business: Sequence[tuple[float, float | None
     return Group(
         len(tallies), sum(at > now - late_s for at in told), sum(one.scrapes for one in tallies),
         sum(one.missed for one in tallies), sum(one.restarts for one in tallies), requests, errors,
-        max(told, default=None), {name: _histogram(tallies, name) for name in LATENCIES}, business)
+        max(told, default=None), since, {name: _histogram(tallies, name) for name in LATENCIES}, business)
 
 
 def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -181,7 +183,10 @@ def down_row(old: Group, new: Group, now: float) -> Row:
     """A new configuration that does not answer serves nobody, which no page of it tells."""
     texts = (f"answers within {span(DOWN_S)}", f"{new.answering} of {new.engines}", f"{old.answering} of {old.engines}")
     if new.answered_at is None:
-        return Row("answers", "UNKNOWN", *texts, "no engine of the new group has ever answered")
+        is_late = new.since is not None and now - new.since > NEVER_S and old.answering
+        said = "no engine of the new group has ever answered" + (f", in {span(round(now - new.since))}"
+                                                                 if is_late and new.since is not None else "")
+        return Row("answers", "BAD" if is_late else "UNKNOWN", *texts, said)
     silent_s = now - new.answered_at
     if silent_s <= DOWN_S:
         return Row("answers", "OK", *texts)
@@ -334,7 +339,7 @@ def progress_of(new: Group) -> float:
 def told(one: Group) -> dict[str, Any]:
     """A group as JSON tells it."""
     plain = asdict(one)
-    del plain["business"], plain["latencies"], plain["answered_at"]
+    del plain["business"], plain["latencies"], plain["answered_at"], plain["since"]
     return plain | {f"{name}_p99_s": quantile(0.99, buckets) for name, buckets in one.latencies.items()} \
         | {"business_readings": sum(value is not None for _, value in one.business)}
 

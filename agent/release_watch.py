@@ -101,7 +101,7 @@ class Watch:
         if plan.business is not None:
             sources += [NumberSource(side, where) for side, where in zip(("old", "new"), plan.business, strict=True)]
         self._collector = Collector(sources, clock, monotonic)
-        self._seen = 0.0
+        self._seen, self._since = 0.0, clock()
 
     def run(self, stop: threading.Event, progress: Callable[[str], None]) -> dict[str, Any]:
         """Watch until it fails, the time is over or `stop` is set; what came of it, as `--json` tells it."""
@@ -131,7 +131,8 @@ class Watch:
         """(old, new), as of now."""
         late_s = LATE_READS * self._plan.every_s + GRACE_S
         now = self._clock()
-        old, new = (release.group(self._tallies[side], self._numbers[side], now, late_s) for side in ("old", "new"))
+        old, new = (release.group(self._tallies[side], self._numbers[side], now, late_s, self._since)
+                    for side in ("old", "new"))
         return old, new
 
     def _read(self) -> None:

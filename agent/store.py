@@ -211,11 +211,13 @@ class Store:
 
     # ---- what reports are made of ----
 
-    def incidents(self, since: float = 0.0) -> list[dict[str, Any]]:
-        """The records of incidents that were open at `since` or later, oldest first."""
-        query = "SELECT record FROM incidents WHERE ended_at IS NULL OR ended_at>=? ORDER BY opened_at, id"
+    def incidents(self, since: float = 0.0, most: int = 2000) -> list[dict[str, Any]]:
+        """The records of incidents that were open at `since` or later, oldest first; the latest so many."""
+        query = ("SELECT record FROM incidents WHERE ended_at IS NULL OR ended_at>=? ORDER BY opened_at DESC, id DESC"
+                 " LIMIT ?")
         with self._lock:
-            return [msgspec.json.decode(text) for (text,) in self._read(query, (since,))]
+            rows = self._read(query, (since, most))
+        return [msgspec.json.decode(text) for (text,) in reversed(rows)]
 
     def transitions_in(self, start: float, end: float, most: int = 500) -> list[dict[str, Any]]:
         """Transitions between two times, in the order in which they were told; keys as of `transitions`."""

@@ -37,7 +37,7 @@ def buckets(n: float, slow: float, bound: float = 0.75) -> list[tuple[float, flo
 def served(n: float = 10_000.0, *, slow: float = 0.0, errors: float = 0.0, itl_slow: float = 0.0,
            business: Sequence[float | None] = (), answered_at: float | None = 100.0) -> Group:
     """A group of one engine that served n requests, of 30 tokens each."""
-    return Group(1, 1, 10, 0, 0, n, errors, answered_at,
+    return Group(1, 1, 10, 0, 0, n, errors, answered_at, 0.0,
                  {"ttft": buckets(n, slow), "itl": buckets(30 * n, itl_slow, 0.225), "e2e": []},
                  [(float(i), value) for i, value in enumerate(business)])
 
@@ -83,8 +83,8 @@ def test_a_look_asks_for_more_than_the_end() -> None:
 
 def test_a_limit_inside_a_bucket_is_not_decided() -> None:
     """Buckets at 0.5 and 1 s know nothing of 750 ms: 5 % between them may be well or not."""
-    rough = Group(1, 1, 1, 0, 0, 1000.0, 0.0, 100.0, {"ttft": [(0.5, 950.0), (1.0, 1000.0), (INF, 1000.0)], "itl": [],
-                                                      "e2e": []})
+    rough = Group(1, 1, 1, 0, 0, 1000.0, 0.0, 100.0, 0.0, {
+        "ttft": [(0.5, 950.0), (1.0, 1000.0), (INF, 1000.0)], "itl": [], "e2e": []})
     row = next(r for r in judge(served(), rough, SLO, END, 101.0).rows if r.name == "ttft_p99")
     assert row.state == "UNKNOWN"
     assert "the limit lies inside a bucket, 500 ms to 1 s" in row.why
@@ -94,9 +94,10 @@ def test_a_new_group_that_answers_no_more_fails_and_one_of_which_nobody_knows_do
     """Crashed on its first big prompt, it told no error: silence for over 2 min while the old group answers."""
     assert states(served(answered_at=400.0), served(answered_at=279.0), now=400.0)["answers"] == "BAD"
     assert states(served(answered_at=400.0), served(answered_at=281.0), now=400.0)["answers"] == "OK"
-    silent = Group(1, 0, 0, 9, 0, latencies={"ttft": [], "itl": [], "e2e": []})
+    silent = Group(1, 0, 0, 9, 0, since=0.0, latencies={"ttft": [], "itl": [], "e2e": []})
     assert states(silent, served(answered_at=100.0), now=400.0)["answers"] == "UNKNOWN"  # our own network, perhaps
     assert states(served(), silent, now=400.0)["answers"] == "UNKNOWN"  # still loading its weights
+    assert states(served(), silent, now=1801.0)["answers"] == "BAD"  # and that is no longer so after half an hour
 
 
 WAVE = [100.0 + (i % 7) - 3 for i in range(60)]
