@@ -496,11 +496,12 @@ def over_engines(rules: Sequence[Rule], slo: Slo, poll_s: float) -> str:
         if why is not None:
             cannot.setdefault(why, []).append(f"{rule.number} {rule.id}" if rule.number else rule.id)
             continue
-        entries, expr, has_s = WRITERS[rule.signal](Ask(rule, slo, poll_s))
+        ask = Ask(rule, slo, poll_s)
+        entries, expr, has_s = WRITERS[rule.signal](ask)
         labels = {"rule": rule.id, "number": rule.number or "", "severity": severity_of(rule, slo),
                   "subject": SUBJECT if rule.signal in BY_ENGINE else "{{ $labels.instance }}"}
         alert = Entry(alert_name(rule.id), expr, alert=True, for_s=max(0.0, rule.for_s - has_s), keep_s=rule.keep_s,
-                      labels=labels | {"engine": labels["subject"]}, annotations=texts(rule, labels["subject"]),
+                      labels=labels | {"engine": labels["subject"]}, annotations=texts(ask, labels["subject"]),
                       says=f"{rule.number or ''} {rule.id}".strip())
         (slow if rule.signal in IN_SLOW_GROUP else fast).extend([*entries, alert])
     lines = [*(f"{', '.join(names)}: {why}" for why, names in cannot.items()), M7, *BEHAVIOUR]
@@ -533,9 +534,26 @@ def unwritten(rule: Rule, slo: Slo) -> str | None:
     return None if rule.limit(slo) is not None else f"slo.{rule.slo} is not set"
 
 
-def texts(rule: Rule, subject: str) -> dict[str, str]:
-    """What a person reads."""
-    return {"summary": f"{rule.id} of {subject}: {{{{ $value | humanize }}}}", "action": rule.action}
+def texts(ask: Ask, subject: str) -> dict[str, str]:
+    """What a person reads: the number with what it counts, and what to do."""
+    rule, number, share = ask.rule, "{{ $value | humanize }}", "{{ $value | humanizePercentage }}"
+    limit = f"{ask.limit * 100:g} %"
+    said = {
+        "queue_age": f"{number} requests have waited for over {span(max(ask.limit, ask.poll_s + MARGIN_S))}",
+        "kv_cache_utilization": f"{share} in use, limit {limit}",
+        "preemptions": f"{number} in {span(ask.window_s)}, limit {ask.limit:g}",
+        "swapped": f"{number} requests are swapped out",
+        "error_rate": f"{number} errors in {span(ask.window_s)}, certainly over {limit}",
+        "error_burn": f"{number} errors burn the budget of availability too fast",
+        "prefix_cache_hit_rate": f"{share} of the tokens looked up, limit {limit}",
+        "spec_decode_acceptance": f"{share} of the drafted tokens, limit {limit}",
+        "qps_change": f"arrivals are off by {share} from the 30 minutes before",
+        "engine_down": "its page is not to be had",
+    }.get(rule.signal)
+    if said is None:
+        slow = "possibly slower" if rule.signal.endswith("possibly_slow_share") else "slower"
+        said = f"{number} {slow} than {ask.slo_limit():g} s, over {limit} of all"
+    return {"summary": f"{rule.id} of {subject}: {said}", "action": rule.action}
 
 
 # --- over Tocsin's own metrics ----------------------------------------------------------------------------------------

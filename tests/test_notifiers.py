@@ -640,6 +640,11 @@ notify:
     assert owed("updated", (hot, slow), (hot,)) == 1
     assert owed("updated", (hot, slow, queue), (hot, slow)) == 0
     assert owed("resolved", (hot, slow, queue), (hot, slow, queue)) == 1
+    over = replace(slow, status="resolved")
+    assert owed("opened", (hot, over), ()) == 0  # told again (`repeat:`): what it wanted is over
+    assert owed("resolved", (hot, over), (hot, over)) == 1
+    muted = replace(slow, annotations={"silenced": "until …"})
+    assert owed("opened", (hot, muted), ()) == 0
 
 
 A, B, C = '{webhook: {url: "http://a/"}}', '{webhook: {url: "http://b/"}}', '{webhook: {url_file: /c}}'

@@ -176,6 +176,20 @@ def test_what_cannot_be_said_is_listed_and_nothing_else_is_left_out() -> None:
     assert "Gap-holding" in listed
 
 
+def test_each_alert_says_what_its_number_counts() -> None:
+    """"ttft-p99: 22" is no sentence: 22 of what?"""
+    groups = yaml.safe_load(over_engines(list(built_in(Slo(e2e_p99=10.0, written=True)).values()),
+                                         Slo(e2e_p99=10.0, written=True), 5.0))["groups"]
+    said = {e["labels"]["rule"]: (e["annotations"]["summary"].partition("}: ")[2] or e["annotations"]["summary"])
+            for group in groups for e in group["rules"] if "alert" in e}
+    assert said["ttft-p99"] == "{{ $value | humanize }} slower than 0.5 s, over 1 % of all"
+    assert said["itl-p99-undecided"] == "{{ $value | humanize }} possibly slower than 0.15 s, over 1 % of all"
+    assert said["latency-p99"] == "{{ $value | humanize }} slower than 15 s, over 1 % of all"
+    assert said["queue-age"] == "{{ $value | humanize }} requests have waited for over 6s"
+    assert said["kv-cache-utilization"] == "{{ $value | humanizePercentage }} in use, limit 85 %"
+    assert [rule for rule, text in said.items() if len(text.split()) < 4] == []
+
+
 def test_a_promise_that_is_not_written_pages_nobody_and_says_so() -> None:
     """The same as the agent: what needs `slo:` is a ticket until somebody promises it."""
     def severities(slo: Slo) -> dict[str, str]:

@@ -239,7 +239,8 @@ def _is_owed(route: Route, one: IncidentMessage) -> bool:
     """
     if one.change == "updated" and not route.channel.updates and any(map(route.wants, one.before)):
         return False
-    return any(map(route.wants, one.alerts))
+    # its end is told to whoever wanted any of it; until then what is over speaks for nobody
+    return any(route.wants(alert) for alert in one.alerts if one.change == "resolved" or alert.status == "firing")
 
 
 def _address(config: WebhookConfig | HeartbeatConfig) -> Callable[[], str]:
