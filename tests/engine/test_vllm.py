@@ -79,7 +79,7 @@ def listening(agent: AgentProcess) -> Iterator[dict[str, dict[float, Mapping[str
 
 @pytest.fixture(scope="module")
 def story(vllm: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """Three at a time that grow; 120 with a common beginning; then 16 that need three times the KV cache there is.
+    """Three at a time that grow; 120 with a common beginning; then 24 that need nine times the KV cache there is.
 
     The windows are shorter than by default, and nothing warms up: the waiting is all that is left out.
     """
@@ -88,7 +88,7 @@ def story(vllm: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Story:
         "poll": f"{POLL_S:.0f}s", "nvml": "off", "engines": [{"name": "llama", "url": vllm.url}],
         "slo": {"ttft_p99": f"{TTFT_SLO_S}s", "itl_p99": f"{ITL_SLO_S}s"},
         "rules": {"override": {"ttft-p99": short, "itl-p99": short, "error-rate-high": short, "preemptions": short,
-                               "prefix-cache-hit-rate": {"window": "20s"}}}}
+                               "prefix-cache-hit-rate": {"window": "40s"}}}}
     folder = tmp_path_factory.mktemp("agent")
     with ExitStack() as stack:
         agent = stack.enter_context(AgentProcess(folder, config, module="tests.engine.warm_agent"))
@@ -106,7 +106,7 @@ def story(vllm: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Story:
         calm_until = time.time()
         wait_until(lambda: max(rate, default=0.0) > calm_until, LONG_S, "the hit rate")
         calm_until = time.time()
-        for seed in range(1000, 1016):
+        for seed in range(1000, 1024):
             load.send(words(120, seed), 500)
             time.sleep(0.15)
         load.wait()
@@ -129,7 +129,7 @@ def test_h1_the_queue_age_is_that_of_the_oldest_request_without_its_first_token(
         error = min((said["value"] - story.load.oldest_wait_s(at + step / 100) for step in around), key=abs)
         assert -poll_s - late_s <= error <= 2.0, (at - story.began, said, story.load.oldest_wait_s(at), late_s)
         errors += [error] * (said["value"] > 1)
-    assert len(errors) >= 5, errors
+    assert len(errors) >= 3, errors
     print(f"queue-age: {len(errors)} reads over 1 s, off by {min(errors):.2f} to {max(errors):.2f} s")
 
 
