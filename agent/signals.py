@@ -1290,7 +1290,7 @@ def engine_stopped(ask: Ask) -> Signal:
         return row
     stops = asked_to_stop(ask)
     return ask.value(row.value if starting(ask) or stops else 0.0, at=row.at,
-                     evidence={"starting": starting(ask), "asked_to_stop": stops})
+                     evidence={"starting": starting(ask), "text": "its pod was told to go" if stops else None})
 
 
 def engine_stuck(ask: Ask) -> Signal:

@@ -85,9 +85,10 @@ def outcome(error: ClusterError) -> Rejected | TryLater:
 def event_of(message: AlertMessage, node: str) -> tuple[str, str, str, bool]:
     """Name, reason, text of an alert's Event, and whether it is a warning. The name is the same for each time."""
     ended = message.status == "resolved"
+    warns = not ended and message.severity != "info"
     digest = hashlib.sha256(f"{message.key}\0{message.status}".encode()).hexdigest()[:16]
     reason = message.labels.get("alertname", "Alert") + ("Resolved" if ended else "")
-    return f"{node}.{digest}", reason, cut_to(message.annotations.get("summary", message.key), TEXT_LENGTH), not ended
+    return f"{node}.{digest}", reason, cut_to(message.annotations.get("summary", message.key), TEXT_LENGTH), warns
 
 
 def condition(pages: Sequence[AlertMessage]) -> dict[str, str]:
