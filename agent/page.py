@@ -144,6 +144,16 @@ def _heat_of_memory(a: About) -> str:
     return f"memory {e['memory_temp_c']:.0f} °C, its limit {e['memory_limit_c']:.0f} °C"
 
 
+def _outside(what: str) -> Say:
+    def said(about: About) -> str:
+        e = about.evidence
+        if "user_s" not in e:
+            return _number("{v} of the wait is not the engine's{l}")(about)
+        return f"{about.value} of {span(e['user_s'])} to {what} are not the engine's{about.limit}"
+
+    return said
+
+
 PHRASES: Mapping[str, Say] = {
     "queue_age": _number("oldest request has queued {v}{l}"),
     "kv_cache_utilization": _number("KV cache {v} full{l}"),
@@ -154,6 +164,7 @@ PHRASES: Mapping[str, Say] = {
     "e2e_slow_share": _p99("whole answer"), "e2e_possibly_slow_share": _p99("perhaps too slow: whole answer"),
     "user_ttft_slow_share": _p99("users' TTFT"), "user_itl_slow_share": _p99("users' ITL"),
     "error_burn": _burn, "node_error_burn": _burn, "error_rate": _errors, "user_error_rate": _errors,
+    "outside_engine": _outside("a first token"), "outside_engine_whole": _outside("a whole answer"),
     "rank_step_spread": _slow_rank, "rank_clock_spread": _slow_clock,
     "gpu_temperature": _number("{v}{l}"), "gpu_thermal_margin": _text(),
     "prefix_cache_hit_rate": _number("only {v} of prefix lookups hit{l}"),
@@ -212,6 +223,8 @@ MEANS: Mapping[str, str] = {
     "e2e_slow_share": _E2E, "error_burn": _BUDGET, "node_error_burn": _BUDGET,
     "error_rate": "The engine's own count is a lower bound: clients that gave up are in none.",
     "user_error_rate": "This is what users get at their own address.",
+    "outside_engine": "The same question, streamed, at users' address and engine: between lie network, router, proxy.",
+    "outside_engine_whole": "The same question, not streamed, at users' address and engine.",
     "rank_step_spread": _PACE, "rank_clock_spread": _PACE,
     "gpu_temperature": "Near its own limit the card lowers its clock, and slows every rank of its engine.",
     "gpu_thermal_margin": "The card lowers its clock by itself now, and slows every rank of its engine.",
@@ -455,12 +468,23 @@ def _user_steps(about: About) -> list[str]:
             "Ask once yourself, through the address and past it, with what stands below.", about.rule.action]
 
 
+def _outside_steps(about: About) -> list[str]:
+    other = "outside-engine-whole" if about.rule.signal == "outside_engine" else "outside-engine"
+    alone = "a proxy gathers the stream before it passes it on: turn its buffering off"
+    if not other.endswith("whole"):
+        alone = "something reads whole bodies: a content filter, a log, compression"
+    return [f"Is {other} fine (tocsin check)? Then {alone}.",
+            "Both: every request waits: the router's queue, its retries, or TLS anew for each request.",
+            "Ask once yourself, through the address and past it, with what stands below."]
+
+
 STEPS: Mapping[str, Callable[[About], list[str]]] = {
     "queue_age": _scale, "kv_cache_utilization": _kv_steps, "preemptions": _kv_steps, "swapped": _kv_steps,
     "ttft_slow_share": _ttft_steps, "itl_slow_share": _itl_steps, "e2e_slow_share": _scale,
     "rank_step_spread": _rank_steps, "rank_clock_spread": _rank_steps, "gpu_temperature": _heat_steps,
     "gpu_thermal_margin": _heat_steps, "gpu_thermal_slowdown": _heat_steps, "engine_down": _down_steps,
     "engine_stuck": _stuck_steps, "error_burn": _error_steps, "error_rate": _error_steps,
+    "outside_engine": _outside_steps, "outside_engine_whole": _outside_steps,
     "user_error_rate": _user_steps, "user_ttft_slow_share": _user_steps, "user_itl_slow_share": _user_steps,
 }
 
@@ -502,7 +526,7 @@ def commands(about: About) -> list[str]:
         return ["tocsin doctor", *(["systemctl status tocsin"] if signal == "watcher" else [])]
     if signal in ("engine_down", "engine_slow", "engine_stopped") and address:
         return [f"curl -sv -m 5 -o /dev/null http://{address}/health", f"tocsin doctor http://{address}"]
-    if signal.startswith("user_"):
+    if signal.startswith(("user_", "outside_")):
         where = about.alert.subject.rstrip("/").removesuffix("/v1")
         return [f"curl -sv -m 10 -o /dev/null {shlex.quote(where)}/v1/models", "tocsin check"]
     if signal == "engine_stuck":
