@@ -160,7 +160,7 @@ def test_a_pod_that_was_told_to_go_is_stopped_and_not_down(scene: tuple[Pods, Li
         assert life.fired() == [("engine-stopped", "llm/vllm#0")]
         pods.here = {}  # and then it is gone
         (told,) = life.agent.firing()
-        assert told.annotations["summary"].startswith("engine-stopped its pod was told to go: llm/vllm#0 on ")
+        assert "its pod was told to go" in told.annotations["summary"]
     life.tick(130)
     assert named(life) == {}
     ended = [row for row in life.agent.transitions(-1) if row["state"] == "resolved"]
