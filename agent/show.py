@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, TextIO
 
-from agent.words import LOUD, beside, clean, loudest_first, place, quantity, span, verdict_line
+from agent.words import LOUD, beside, binds_lines, clean, loudest_first, place, quantity, span, verdict_line
 
 Answer = Mapping[str, Any]
 NOTHING = "–"
@@ -159,21 +159,6 @@ def check_report(answer: Answer, *, show_all: bool) -> Report:
     if loud and loud[0].get("action"):
         report.append(f"Do: {clean(loud[0]['action'])}")
     return report
-
-
-def binds_lines(rows: Sequence[Answer], at: float | None) -> list[str]:
-    """What binds each engine, the number that shows it, the one knob, what would not help, and when it changed."""
-    lines = []
-    for row in rows:
-        age_s = (at or row["since"]) - row["since"]
-        since = f" for {span(round(age_s))}" if row["by"] == row["held"] and age_s >= 1 else ""
-        was = f" (before: {row['was']})" if row["by"] == row["held"] and row.get("was") else ""
-        was = f" (just now; before: {row['held']})" if row["by"] != row["held"] else was
-        line = f"What binds {row['engine']}: {str(row['name']).upper()}{since}{was}: {row['why']}."
-        line += f" Turn: {row['knob']}." if row.get("knob") else ""
-        line += f" Would not help: {row['no_help']}." if row.get("no_help") else ""
-        lines.append(clean(line))
-    return lines
 
 
 # ---- tocsin check --gpus ----

@@ -218,12 +218,14 @@ def place(signal: Row) -> tuple[int, int, str]:
 
 
 def _sentence(signal: Row) -> str:
-    unit = signal.get("unit") or ""
-    measured = quantity(signal.get("value"), unit)
+    unit, name = signal.get("unit") or "", f"{signal['rule']} on {signal['subject']}"
+    if signal.get("value") is None:
+        return clean(f"{name} was out of range, and is unknown now: {signal.get('why')}")
+    measured = quantity(signal["value"], unit)
     limit = f" (limit {quantity(signal['limit'], unit)})" if signal.get("limit") is not None else ""
     told = f": {signal['text']}" if signal.get("text") not in (None, "", measured) else ""
     pending = "" if signal["state"] == "BREACH" else ", pending"
-    return clean(f"{signal['rule']} on {signal['subject']} is {measured}{limit}{told}{pending}")
+    return clean(f"{name} is {measured}{limit}{told}{pending}")
 
 
 def _and_more(count: int, what: str) -> str:
@@ -256,3 +258,18 @@ def verdict_line(answer: Row) -> str:
     in_range = sum(s["state"] == "OK" for s in signals)
     noted = f"; {len(loud)} noted for information" if loud else ""
     return f"{word}: {in_range} in range{noted}" + (f"; cannot tell {len(unknown)}" if unknown else "")
+
+
+def binds_lines(rows: Sequence[Row], at: float | None) -> list[str]:
+    """What binds each engine, the number that shows it, the one knob, what would not help, and when it changed."""
+    lines = []
+    for row in rows:
+        age_s = (at or row["since"]) - row["since"]
+        since = f" for {span(round(age_s))}" if row["by"] == row["held"] and age_s >= 1 else ""
+        was = f" (before: {row['was']})" if row["by"] == row["held"] and row.get("was") else ""
+        was = f" (just now; before: {row['held']})" if row["by"] != row["held"] else was
+        line = f"What binds {row['engine']}: {str(row['name']).upper()}{since}{was}: {row['why']}."
+        line += f" Turn: {row['knob']}." if row.get("knob") else ""
+        line += f" Would not help: {row['no_help']}." if row.get("no_help") else ""
+        lines.append(clean(line))
+    return lines

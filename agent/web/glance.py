@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from agent.model import AlertKey, IncidentMessage
-from agent.words import TEN, clean, quantity, span, verdict_line
+from agent.words import TEN, binds_lines, clean, quantity, span, verdict_line
 
 Answer = Mapping[str, Any]
 Curve = Sequence[tuple[float, float]]
@@ -40,7 +40,8 @@ def of_signal(row: Answer, curve: Curve = (), now: float = 0.0) -> Row:
         "subject": row["subject"], "state": row["state"], "sign": sign(row["state"]), "value": value,
         "limit": quantity(row.get("limit"), unit), "severity": row.get("severity") or "",
         "method": row.get("method") or "", "age": NOTHING if row.get("age_s") is None else span(round(row["age_s"])),
-        "why": row.get("why") or ("" if told == value else told), "action": row.get("action") or "",
+        "why": row.get("why") or ("" if told == value else told), "silenced": row.get("silenced") or "",
+        "action": row.get("action") or "",
         "href": link("signals", row["rule"], row["subject"]), "spark": spark(curve, row.get("limit"), now),
     }  # fmt: skip
 
@@ -69,9 +70,12 @@ def severity_rank(row: Answer) -> tuple[int, int]:
 def status(answer: Answer, tick: str, problems: Sequence[str]) -> Row:
     """The verdict: a word, the number that made it, when it was judged, and what is wrong with Tocsin itself."""
     word, _, line = verdict_line(answer).partition(": ")
+    muted = [f"Silenced: {clean(one['text'])}" for one in answer.get("silences") or ()]
+    muted += [f"Expected until {moment(one['until'])} by the drill {clean(one['drill'])}: {', '.join(one['rules'])}"
+              for one in answer.get("expected") or () if one["rules"]]
     why = [answer["why"]] if answer.get("why") and answer["verdict"] != "unknown" else []
     return {"word": word, "line": line, "sign": sign(answer["verdict"]), "tick": tick, "problems": [*why, *problems],
-            "title": f"{word} · {clean(answer['node'])} · Tocsin"}
+            "muted": muted, "title": f"{word} · {clean(answer['node'])} · Tocsin"}
 
 
 def the_ten(rows: Sequence[Answer], curves: Mapping[AlertKey, Curve], now: float) -> list[Row]:
@@ -108,9 +112,10 @@ def incidents(told: Sequence[IncidentMessage]) -> list[Row]:
     return found
 
 
-def engines(rows: Sequence[Answer], doctor: Answer, curves: Mapping[AlertKey, Curve], now: float) -> list[Row]:
-    """One row an engine: what it is, and the ten of it."""
-    found = []
+def engines(answer: Answer, doctor: Answer, curves: Mapping[AlertKey, Curve], now: float) -> list[Row]:
+    """One row an engine: what it is, what binds it, and the ten of it."""
+    rows, found = answer["signals"], []
+    bound = {row["engine"]: row for row in answer.get("binds") or ()}
     for target in doctor["targets"]:
         for engine in target["engines"] or [target["target"]]:
             cells = []
@@ -124,6 +129,7 @@ def engines(rows: Sequence[Answer], doctor: Answer, curves: Mapping[AlertKey, Cu
             found.append({"name": engine, "url": target.get("url") or "", "kind": target.get("kind") or "unknown kind",
                           "model": target.get("model") or "unknown model", "build": target.get("build") or "",
                           "error": target.get("error") or "", "notes": list(target.get("notes") or ()),
+                          "binds": binds_lines([bound[engine]] if engine in bound else [], answer.get("at")),
                           "cells": cells, "state": STATES[worst], "sign": sign(STATES[worst])})
     return found
 

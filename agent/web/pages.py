@@ -159,7 +159,7 @@ def _node(views: _Views, request: Request) -> Reply:
         return views.draw(
             "node.html.j2", request, here="/", live=LIVE, title=status["title"], status=status,
             ten=glance.the_ten(rows, curves, now), rest=glance.out_of_range(rows, curves, now),
-            gpus=glance.gpus(view.gpus(), rows, curves, now), engines=glance.engines(rows, view.doctor(), {}, now),
+            gpus=glance.gpus(view.gpus(), rows, curves, now), engines=glance.engines(answer, view.doctor(), {}, now),
             incidents=glance.incidents(view.incidents()))
 
     return _page(views.each_tick("/", request, make))
@@ -168,7 +168,7 @@ def _node(views: _Views, request: Request) -> Reply:
 def _engines(views: _Views, request: Request) -> Reply:
     def make() -> bytes:
         view = request.view
-        found = glance.engines(view.check()["signals"], view.doctor(), view.trend(glance.HOUR_S), request.now)
+        found = glance.engines(view.check(), view.doctor(), view.trend(glance.HOUR_S), request.now)
         return views.draw("engines.html.j2", request, here="/engines", live=LIVE, engines=found,
                           title=f"Engines · {views.site.node} · Tocsin")
 

@@ -9,6 +9,7 @@ from typing import Any
 from agent.words import quantity, span
 
 LINE, LIMIT, GREY = "#1a73e8", "#d93025", "#808589"
+X_LABELS = 4
 HOLE_FACTOR = 90.0  # a hole is wider than a 90th of the plot: 80 s of 2 h, 16 min of a day
 
 
@@ -30,6 +31,7 @@ def draw(points: Sequence[tuple[float, float]], limit: float | None, unit: str, 
         max_scale=6, margin=6, show_x_guides=False, disable_xml_declaration=True, no_data_text="no value yet",
         x_value_formatter=lambda x: "now" if x > -1.0 else f"-{span(-x)}",
         value_formatter=lambda y: quantity(y, unit))  # fmt: skip
+    chart.x_labels = [-span_s * n / X_LABELS for n in range(X_LABELS, -1, -1)]
     if points:
         chart.add("value", _broken(points, now, span_s), stroke_style={"width": "2"})
     if limit is not None and points:
