@@ -13,9 +13,9 @@ from agent.binds import GpuSeen, Mark, Read, Seen, concurrency_that_fits, judge,
 from agent.engines.pages import PageReader
 from agent.model import Gap, Slo, Why
 from agent.node import Node, Setup
-from agent.show import binds_lines
 from agent.signals import Target
 from agent.windows import Windows
+from agent.words import binds_lines
 from rules import severity_of
 from tests.recordings import KV_PRESSURE, STARVED_HOST, rows, truth
 from tests.scenes import T0, read, scene, times
