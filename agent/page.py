@@ -176,7 +176,7 @@ PHRASES: Mapping[str, Say] = {
     "engine_down": _text("down: "), "engine_slow": _text("slow: "), "engine_stopped": _text("not up: "),
     "engine_stuck": _text("stuck: "), "blind": _text("cannot see "), "watcher": _text(),
     "gpu_memory_heat": _heat_of_memory, "drill_orphaned": _text("a drill is not undone: "),
-    "drill_overdue": _text("a drill is overdue: "),
+    "drill_overdue": _text("a drill is overdue: "), "replicas_missing": _text(), "gpus_unallocatable": _text(),
     "gpu_spare_rows": _text(), "gpu_recovery": _text(),
 }
 
@@ -246,6 +246,9 @@ MEANS: Mapping[str, str] = {
     "xid_gpu": "The driver reports a fault of the GPU (an Xid).",
     "xid_memory": "The driver reports a fault of GPU memory.",
     "xid_link": "The driver reports a fault of an NVLink, the path between GPUs.",
+    "xid_app": "The driver contained a fault of GPU memory: it ended the one application that was hurt.",
+    "replicas_missing": "The others carry its load, and one more loss may be too many.",
+    "gpus_unallocatable": "Kubernetes gives this GPU to no new pod; one that runs on it runs on.",
     "xid_ticket": "The driver reports a fault that can wait until the morning.",
     "xid_note": "The driver notes it; nothing is broken.",
     "kernel_log_forged": "No GPU is broken by it; somebody may try to make you act.",
@@ -522,6 +525,8 @@ def commands(about: About) -> list[str]:
         return ["tocsin drill history", *(["sudo tocsin drill heal"] if signal == "drill_orphaned" else [])]
     if signal.startswith(("xid_", "kernel_log")):
         return ["journalctl -k --since -1h | grep NVRM", "tocsin check --gpus"]
+    if signal in ("replicas_missing", "gpus_unallocatable"):
+        return ["kubectl get pods -A -o wide | grep -v Running", "kubectl describe node " + shlex.quote(about.node)]
     if signal in ("watcher", "blind"):
         return ["tocsin doctor", *(["systemctl status tocsin"] if signal == "watcher" else [])]
     if signal in ("engine_down", "engine_slow", "engine_stopped") and address:
