@@ -79,13 +79,14 @@ def alerts(incident: Map) -> list[dict[str, Any]]:
 def timeline(incident: Map, transitions: Sequence[Map], notices: Sequence[Map]) -> list[dict[str, Any]]:
     """What happened when: alerts, their worst moments, pages owed and delivered. The offset counts from its onset."""
     own = {(m["rule"], m["subject"]) for m in incident["members"]}
-    rows: list[tuple[float, str, str]] = [(incident["opened_at"], "incident opened", incident["id"])]
+    rows: list[tuple[float, str, str]] = []
     for t in transitions:
         said = t.get("why") or (t["alert"].get("annotations") or {}).get("summary" if t["kind"] == "firing" else "")
         text = f"{t['rule']} on {t['subject']}{f': {said}' if said else ''} (transition {t['id']})"
         meanwhile = "" if (t["rule"], t["subject"]) in own else "meanwhile: "
         if not meanwhile or t["kind"] in ("firing", "resolved"):
             rows.append((t["at"], f"{meanwhile}{STATES.get(t['kind'], t['kind'])}", text))
+    rows.append((incident["opened_at"], "incident opened", incident["id"]))
     rows += [(m["worst_at"], "worst value", f"{m['rule']} on {m['place']}: {quantity(number(m['worst']), m['unit'])}")
              for m in incident["members"] if m["worst_at"] is not None and m["worst_at"] >= incident["began_at"]]
     told: set[tuple[str, str]] = set()

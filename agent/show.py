@@ -379,7 +379,8 @@ def review_report(answer: Answer) -> Report:
 def _pages_line(pages: Answer) -> str:
     all_s, longest_s = round(pages["open_s"]), pages["longest_s"]
     longest = "" if longest_s is None else f", {span(all_s)} in all, the longest {span(round(longest_s))}"
-    return (f"Pages: {pages['incidents']} incidents of {pages['alerts']} alerts{longest}; {pages['short']} over within"
+    many = [f"{pages[key]} {key.removesuffix('s') if pages[key] == 1 else key}" for key in ("incidents", "alerts")]
+    return (f"Pages: {' of '.join(many)}{longest}; {pages['short']} over within"
             f" {span(pages['short_s'])}, {pages['open']} still open, {pages['of_drills']} of drills beside them."
             f" Unacknowledged: unknown ({pages['unacknowledged_why']}).")
 

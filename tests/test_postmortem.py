@@ -42,7 +42,7 @@ def test_the_timeline_is_in_order_and_tells_what_else_happened() -> None:
     """Alerts of others stand there as what happened meanwhile; the worst moment has its row."""
     rows = [(one["offset_s"], one["what"]) for one in postmortem.view(told())["timeline"]]
     assert rows == [
-        (0.0, "threshold crossed"), (30.0, "incident opened"), (30.0, "alert firing"),
+        (0.0, "threshold crossed"), (30.0, "alert firing"), (30.0, "incident opened"),
         (45.0, "meanwhile: alert firing"), (60.0, "alert firing"), (90.0, "worst value"), (120.0, "worst value"),
         (125.0, "firing delivered to pagerduty"), (126.0, "update delivered to pagerduty"),
         (600.0, "alert resolved"), (630.0, "incident over"),
