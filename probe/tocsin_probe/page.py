@@ -23,6 +23,7 @@ HEAD = struct.Struct("<8sIIQQd")  # magic, size, pid, start in clock ticks since
 GUARD = struct.Struct("<QII")  # sequence, CRC-32, unused
 TEXT_BYTES = 1536
 RING = 32
+WRITE_EVERY_S = 0.05  # what moves with every step is written so often; who waits, at once
 SUFFIX = ".probe"
 MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 

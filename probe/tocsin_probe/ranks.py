@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from tocsin_probe import page as pages
 from tocsin_probe.page import BASIS, GRAPHS, RANK, RING, STEPS, Page
 from tocsin_probe.requests import engine_index
 
@@ -32,8 +33,11 @@ class Rank:
 
     def __init__(self, page: Callable[[], Page]) -> None:
         self._page = page
-        self.inside = False
+        self.inside = False  # a step runs
+        self.timing = False  # and its collectives are timed
+        self.depth = 0  # of collectives that call each other
         self._place: tuple[int, int, int, int, int] | None = None  # rank, tp rank, tp size, pp rank, engine index
+        self._several = False  # ranks to compare with
         self._is_host = True
         self._dispatcher: Any = None
         self._largest = 0
@@ -50,7 +54,8 @@ class Rank:
         self._began = self._waits_s = 0.0
         self._step_s: float | None = None  # compute of the step under way; None: it is not timed by the host
         self._block: list[float] = []
-        self._depth = self._calls = 0
+        self._calls = 0
+        self._due = 0.0  # monotonic s of the next write
         self._spans: list[tuple[Any, Any]] | None = None  # of a step that is timed on the device
         self._first: Any = None
         self._pending: deque[tuple[Any, Any, list[tuple[Any, Any]]]] = deque()
@@ -76,32 +81,34 @@ class Rank:
         self._calls, self._waits_s = 0, 0.0
         self._began = time.monotonic()
         self._entries[steps % RING] = self._began
-        if not self._is_host and self._place is not None and self._place[2] > 1:
+        several = self._several
+        if several and not self._is_host:
             self._begin_on_device(steps)
-        self.inside = True
+        self.inside, self.timing = True, several and (self._is_host or self._spans is not None)
 
     def again(self) -> None:
         """Before sample_tokens, which ends the step."""
-        if self._place is not None:
+        if self._several and self._is_host:
             self._began, self._waits_s = time.monotonic(), 0.0
-            self.inside = True
+            self.inside = self.timing = True
 
     def end(self, *, ran: bool) -> None:
         """After execute_model (`ran`) or sample_tokens."""
         if not self.inside:
             return
-        self.inside = False
-        took_s = time.monotonic() - self._began
-        assert self._place is not None  # noqa: S101  (begin has learnt it)
-        several = self._place[2] > 1
+        self.inside = self.timing = False
+        now = time.monotonic()
+        took_s = now - self._began
         if ran:
             self._count_graph()
-            if several and self._is_host:
+            if self._several and self._is_host:
                 self._basis = BASIS["host clock"] if self._calls else BASIS["hidden"]
                 self._count_host(took_s - self._waits_s)
-            elif several:
+            elif self._several:
                 self._end_on_device()
-            self._write(several=several)
+            if now >= self._due:
+                self._due = now + pages.WRITE_EVERY_S
+                self._write()
         elif self._step_s is not None:
             self._step_s += took_s - self._waits_s
             self._waited_s += self._waits_s
@@ -117,13 +124,13 @@ class Rank:
         self._step_s = step_s if self._calls else None
         self._waited_s += self._waits_s
 
-    def _write(self, *, several: bool) -> None:
+    def _write(self) -> None:
         assert self._place is not None  # noqa: S101
         count, page = self._counts, self._page()
         page.write(RANK, self._compute_s, self._waited_s, count["timed"], count["steps"], count["graph"],
                    count["eager"], count["over"], count["profiled"], self._profiled_s, self._last_profiled,
                    *self._place, self._basis, self._graphs, self._largest)
-        if several:
+        if self._several:
             page.write(STEPS, *self._entries)
 
     def _learn(self, worker: Any) -> None:
@@ -133,6 +140,7 @@ class Rank:
         size, rank = int(parallel.tensor_parallel_size), int(worker.rank)
         within = rank % (size * int(parallel.pipeline_parallel_size))
         self._place = (within, within % size, size, within // size, engine_index(parallel))
+        self._several = size > 1
         self._is_host = str(getattr(getattr(worker, "device", None), "type", "cpu")) == "cpu"
         runner = getattr(worker, "model_runner", None)
         self._dispatcher = getattr(runner, "cudagraph_dispatcher", None) or getattr(runner, "cudagraph_manager", None)
@@ -169,24 +177,14 @@ class Rank:
     # --- collectives ------------------------------------------------------------------------------------------------
 
     def enter(self) -> Any:
-        """Before a collective; what it returns is handed to `leave`. None: nothing is timed now."""
-        if not self.inside:
-            return None
-        self._depth += 1
-        if self._depth > 1:
-            return False
+        """Before a collective that is timed; what it returns is handed to `leave`."""
         self._calls += 1
         if self._spans is not None:
             return _mark()
-        return time.monotonic() if self._is_host else False
+        return time.monotonic() if self._is_host else None
 
     def leave(self, entered: Any) -> None:
         """After it."""
-        if entered is None:
-            return
-        self._depth -= 1
-        if entered is False:
-            return
         if self._spans is not None:
             self._spans.append((entered, _mark()))
         elif self._is_host:

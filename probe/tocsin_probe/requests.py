@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tocsin_probe import page as pages
 from tocsin_probe.page import FRONT, SCHEDULER, Page
 
 SPARE = 1024  # entries of requests that are gone, kept until they are the head
@@ -60,8 +61,8 @@ class FrontEnd:
 
     def looked(self, processor: Any) -> None:
         """After outputs were processed, or requests aborted."""
-        arrived = self._oldest.arrived()
-        if (arrived, self._added) == self._written:
+        arrived = self._oldest.arrived() if self._oldest.held else 0.0
+        if arrived == self._written[0] and self._added == self._written[1]:
             return
         self._oldest.compact(len(processor.request_states))
         self._written = (arrived, self._added)
@@ -75,6 +76,9 @@ class Queue:
         self._page = page
         self._oldest = Oldest(_never_scheduled)
         self._steps = 0
+        self._index: int | None = None
+        self._written = -1.0  # the head's arrival as it was written last
+        self._due = 0.0  # monotonic s
 
     def added(self, scheduler: Any, request: Any) -> None:
         """After Scheduler.add_request."""
@@ -86,8 +90,10 @@ class Queue:
         held = self._oldest.held
         for new in output.scheduled_new_reqs:
             held.pop(new.req_id, None)
-        self._steps += output.total_num_scheduled_tokens > 0  # one that schedules nothing moves nothing
-        self._oldest.compact(len(scheduler.requests))
+        if output.total_num_scheduled_tokens > 0:  # one that schedules nothing moves nothing
+            self._steps += 1
+        if len(held) > SPARE:
+            self._oldest.compact(len(scheduler.requests))
         self._write(scheduler)
 
     def left(self, scheduler: Any) -> None:
@@ -96,9 +102,14 @@ class Queue:
             self._write(scheduler)
 
     def _write(self, scheduler: Any) -> None:
-        arrived = self._oldest.arrived()
-        self._page().write(SCHEDULER, arrived, time.time(), self._steps, len(self._oldest.held),
-                           engine_index(scheduler.vllm_config.parallel_config))
+        arrived = self._oldest.arrived() if self._oldest.held else 0.0
+        now = time.monotonic()
+        if arrived == self._written and now < self._due:
+            return
+        if self._index is None:
+            self._index = engine_index(scheduler.vllm_config.parallel_config)
+        self._written, self._due = arrived, now + pages.WRITE_EVERY_S
+        self._page().write(SCHEDULER, arrived, time.time(), self._steps, len(self._oldest.held), self._index)
 
 
 def _never_scheduled(name: str, requests: Any) -> bool:
