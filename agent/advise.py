@@ -74,7 +74,7 @@ def shown(name: str, value: float) -> str:
     """An input with its name and unit: prompt 812 tokens, 45 ms."""
     words = name.replace("_", " ")
     if name.endswith(("_s", "_s_per_token")):
-        return f"{words.replace(' s', '', 1) if name.endswith('_s') else 'prefill per token'} {span(value)}"
+        return f"{words.removesuffix(' s') if name.endswith('_s') else 'prefill per token'} {span(value)}"
     if name.endswith("_bytes"):
         return f"{words.removesuffix(' bytes')} {gb(value)}"
     if name in ("kv_usage", "hit_rate", "acceptance"):

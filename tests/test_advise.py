@@ -165,6 +165,17 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         size_bytes(text)
 
 
+@pytest.mark.parametrize(("name", "value", "want"), [
+    ("decode_step_s", 0.0147, "decode step 14.7 ms"), ("prefill_s_per_token", 35e-6, "prefill per token 0.035 ms"),
+    ("gpu_bytes", 80e9, "gpu 80 GB"), ("hit_rate", 0.61, "hit rate 61 %"), ("capacity_tokens", 1792.0,
+                                                                         "capacity tokens 1,792"),
+    ("capacity_tokens", 432000.0, "capacity tokens 432,000"), ("running", 3.667, "running 3.667"),
+])
+def test_what_an_engine_told_has_its_unit(name: str, value: float, want: str) -> None:
+    """It once read `decodetep s 14.7 ms`."""
+    assert advise.shown(name, value) == want
+
+
 def test_sizes_are_told_as_hardware_is_sold() -> None:
     """Three digits and the unit."""
     assert [gb(n) for n in (35e9, 2.7488e12, 83.9e6, 1500, 12)] == ["35 GB", "2.75 TB", "83.9 MB", "1.5 KB", "12 B"]
