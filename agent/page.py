@@ -137,6 +137,15 @@ def _slow_clock(a: About) -> str:
     return f"{'one rank' if rank is None else f'rank {rank}'}{on} at a {a.value} lower clock{a.limit}"
 
 
+def _margin(a: About) -> str:
+    """A margin of kelvins says little at night; the temperature does."""
+    e = a.evidence
+    if "gpu_temp_c" not in e:
+        return f"{a.value} left to its own limit"
+    own = "" if e.get("own_limit_c") is None else f", its limit {e['own_limit_c']:.0f} °C"
+    return f"{e['gpu_temp_c']:.0f} °C{own}" + (", slowed" if e.get("slowed") else "")
+
+
 def _heat_of_memory(a: About) -> str:
     e = a.evidence
     if "memory_temp_c" not in e:
@@ -166,7 +175,7 @@ PHRASES: Mapping[str, Say] = {
     "error_burn": _burn, "node_error_burn": _burn, "error_rate": _errors, "user_error_rate": _errors,
     "outside_engine": _outside("a first token"), "outside_engine_whole": _outside("a whole answer"),
     "rank_step_spread": _slow_rank, "rank_clock_spread": _slow_clock,
-    "gpu_temperature": _number("{v}{l}"), "gpu_thermal_margin": _text(),
+    "gpu_temperature": _number("{v}{l}"), "gpu_thermal_margin": _margin,
     "prefix_cache_hit_rate": _number("only {v} of prefix lookups hit{l}"),
     "qps_change": _number("traffic {v} off its usual{l}"),
     "gpu_utilization": _number("busy only {v} of the time{l}"), "gpu_memory": _number("memory {v} full{l}"),
@@ -198,9 +207,7 @@ def title(about: About, when: str, effects: Sequence[About] = ()) -> str:
     text = cut(" ".join(phrase(about).split()), room)
     for effect in effects:
         more = f"{text}; {' '.join(phrase(effect).split())}"
-        if len(more) > room:
-            break
-        text = more
+        text = more if len(more) <= room else text
     return head + text + tail
 
 
@@ -569,7 +576,8 @@ def body(about: About, effects: Sequence[tuple[str, About | None]] = (), *, fine
     shown = [f"- {phrase(one)} ({one.rule.id})" if one is not None else f"- {text}" for text, one in effects]
     lines += ["Effect:", *shown] if shown else []
     lines += [fine] if fine else []
-    todo = list(dict.fromkeys([*steps(about), *(s for _, one in effects if one is not None for s in steps(one)[1:2])]))
+    todo = list(dict.fromkeys([*steps(about), *(s for _, one in effects if one is not None and
+                                                (one.gpu is None or one.gpu != about.gpu) for s in steps(one)[1:2])]))
     lines += ["Do now:", *(f"{n}. {step}" for n, step in enumerate(todo[:5], 1))]
     lines += [f"On {about.node}:", *(f"    {command}" for command in commands(about))]
     lines += more

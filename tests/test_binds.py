@@ -71,8 +71,8 @@ FLOWS = {"prompt_tokens": 90_000.0, "generation_tokens": 6_000.0, "preemptions":
      "hardware-bound", "GPU 3 was slowed by heat in 75 % of the last 60 s, 91 °C, SM clock 1110 of 1980 MHz and paces",
      ""),
     ("hot and idle", seen((0, 0, 0.0), (0, 0, 0.0), gpus=[GpuSeen(3, 1.0, "heat")]), "idle", "nothing ran", ""),
-    ("a livelock", seen((0, 6, 0.0), (0, 6, 0.0)), "cannot-tell", "6 wait and none runs; see engine-stuck", ""),
-    ("a hang", seen((3, 0, 0.2), (3, 0, 0.2), prompt_tokens=0.0, generation_tokens=0.0, ttft_n=0.0, itl_n=0.0),
+    ("C030: a livelock", seen((0, 6, 0.0), (0, 6, 0.0)), "cannot-tell", "6 wait and none runs; see engine-stuck", ""),
+    ("C043: a hang", seen((3, 0, 0.2), (3, 0, 0.2), prompt_tokens=0.0, generation_tokens=0.0, ttft_n=0.0, itl_n=0.0),
      "cannot-tell", "no token came in 60 s", ""),
     ("it tells neither", seen((3, 0, None), (3, 0, None)), "cannot-tell", "neither first tokens nor gaps", ""),
 ])

@@ -53,9 +53,12 @@ def test_a_title_names_what_it_brought_as_far_as_there_is_room() -> None:
     """The cause first; the second effect would not fit into 100 characters."""
     hot = about(HEAT, 91.0, 85.0, place="GPU 3 on gpu-17")
     itl = about(built_in()["itl-p99"], 0.02, 0.01, SLOW | {"p99_s": 0.212, "slo_s": 0.15})
-    title = page.title(hot, "4 min", [itl, about(TTFT, 0.017, 0.01, SLOW)])
+    rank = about(built_in()["rank-straggler"], 0.22, 0.15, {"slow_rank": "3"})
+    title = page.title(hot, "4 min", [itl, rank, about(TTFT, 0.017, 0.01, SLOW)])
     assert title == "GPU 3 on gpu-17: 91 °C, limit 85 °C; ITL p99 212 ms (SLO 150 ms), 4 min"
     assert len(title) <= 100 < len(title) + len("; TTFT p99 1.25 s (SLO 500 ms)")
+    heat = {"gpu_temp_c": 91.0, "own_limit_c": 89.0, "slowed": True}
+    assert page.phrase(about(built_in()["gpu-thermal-limit"], -2.0, 0.0, heat)) == "91 °C, its limit 89 °C, slowed"
 
 
 @pytest.mark.parametrize("place", ["GPU 3 on gpu-17", "größter-knoten-überall-µ/7 on rechner-äöü-ß-17",
