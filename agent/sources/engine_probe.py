@@ -399,9 +399,10 @@ def facts_of(files: Sequence[File]) -> Iterator[ProbeFacts]:
                 if not state.startswith("not imported") and seams.get(name) in (None, "works"):
                     seams[name] = state
         aside = [f"{name}: {state}" for name, state in sorted(seams.items()) if state != "works"]
+        ranks = sum(file.rank is not None for file in those)
         parts = [part for part, has in (
             ("front end", any(file.front for file in those)), ("queue", any(file.queue for file in those)),
-            (f"{sum(file.rank is not None for file in those)} ranks", any(file.rank for file in those))) if has]
+            ("1 rank" if ranks == 1 else f"{ranks} ranks", ranks > 0)) if has]
         stopped = [file.pid for file in those if file.stopped]
         yield ProbeFacts(target, next((file.told["vllm"] for file in those if file.told), "?"),
                          tuple(parts), tuple(aside), tuple(stopped))

@@ -33,6 +33,7 @@ class Rank:
 
     def __init__(self, page: Callable[[], Page]) -> None:
         self._page = page
+        self.samples = False  # the time of sample_tokens counts too
         self.inside = False  # a step runs
         self.timing = False  # and its collectives are timed
         self.depth = 0  # of collectives that call each other
@@ -88,9 +89,8 @@ class Rank:
 
     def again(self) -> None:
         """Before sample_tokens, which ends the step."""
-        if self._several and self._is_host:
-            self._began, self._waits_s = time.monotonic(), 0.0
-            self.inside = self.timing = True
+        self._began, self._waits_s = time.monotonic(), 0.0
+        self.inside = self.timing = True
 
     def end(self, *, ran: bool) -> None:
         """After execute_model (`ran`) or sample_tokens."""
@@ -142,6 +142,7 @@ class Rank:
         self._place = (within, within % size, size, within // size, engine_index(parallel))
         self._several = size > 1
         self._is_host = str(getattr(getattr(worker, "device", None), "type", "cpu")) == "cpu"
+        self.samples = self._several and self._is_host
         runner = getattr(worker, "model_runner", None)
         self._dispatcher = getattr(runner, "cudagraph_dispatcher", None) or getattr(runner, "cudagraph_manager", None)
         compilation = config.compilation_config

@@ -255,7 +255,7 @@ def _rank(probe: Probe, method: str, original: Callable[..., Any]) -> Callable[.
     ran = method == "execute_model"
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "rank" in probe.ended:
+        if "rank" in probe.ended or not (ran or probe.rank.samples):
             return original(self, *args, **kwargs)
         try:
             if ran:
