@@ -70,7 +70,7 @@ def state(answer: dict[str, Any], rule: str, subject: str = "e0") -> str:
 def tocsin(folder: Path, *arguments: str, **settings: Any) -> subprocess.Popen[str]:
     """The real command, on a configuration of its own."""
     path = folder / "tocsin.yaml"
-    own = {"node": "gpu-17", "nvml": "off", "kernel_log": "off", "socket": str(folder / "none.sock"),
+    own = {"node": "gpu-17", "nvml": "off", "kernel_log": "off", "discover": False, "socket": str(folder / "none.sock"),
            "state_dir": str(folder / "s")}
     path.write_text(json.dumps(own | settings))
     return subprocess.Popen([sys.executable, "-m", "agent", *arguments, "--config", str(path)], cwd=ROOT, text=True,
