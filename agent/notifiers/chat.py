@@ -70,7 +70,7 @@ def asked(message: AlertMessage, url: str) -> dict[str, str]:
     """A message as the sender takes it."""
     texts = message.annotations
     lines = [texts.get("description", "")]
-    if message.status == "firing" and texts.get("action", "") not in lines[0]:
+    if message.status == "firing" and "Do now:" not in lines[0] and texts.get("action", "") not in lines[0]:
         lines.append(f"Do now: {texts['action']}")
     lines += [f"{name}: {href}" for name, href in (
         ("Runbook", web_address(texts.get("runbook_url", ""))), ("Alert", web_address(message.generator_url))) if href]
