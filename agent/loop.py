@@ -104,6 +104,8 @@ class Collector:
         self._clock, self._monotonic = clock, monotonic
         self._answered = threading.Condition()
         self._stopping = False
+        self._gathering: Collection[str] = ()  # of these sources somebody awaits the answer
+        self.late_events: Callable[[], object] = lambda: None  # called when events came after their round had ended
         self.slots: dict[str, Slot] = {}
         for source in sources:
             self.add(source)
@@ -142,7 +144,10 @@ class Collector:
             with self._answered:
                 slot.fresh, slot.reading, slot.answered_at = batch, False, self._monotonic()
                 slot.errors += batch.error is not None
+                late = bool(batch.events) and name not in self._gathering
                 self._answered.notify_all()
+            if late:
+                self.late_events()
 
     def gather(self, grace_s: float, names: Collection[str] | None = None) -> list[Batch]:
         """Start every idle source, wait for them up to `grace_s`, and take what has come, late ones of before too.
@@ -156,7 +161,9 @@ class Collector:
                 if not slot.reading:
                     slot.reading, slot.asked_at = True, self._monotonic()
                     slot.go.set()
+            self._gathering = [slot.source.name for slot in asked]
             self._answered.wait_for(lambda: self._stopping or not any(slot.reading for slot in asked), grace_s)
+            self._gathering = ()
             return batches + self._taken()
 
     def _taken(self) -> list[Batch]:
@@ -203,6 +210,7 @@ class Agent:
         self._stop = threading.Event()
         self._woken = threading.Event()  # something cannot wait for the tick, or the end has come
         self._heralds = [name for name, slot in collector.slots.items() if hasattr(slot.source, "wake_with")]
+        collector.late_events = self._wake
         for name in self._heralds:
             collector.slots[name].source.wake_with(self._wake)  # type: ignore[attr-defined]
         self._tick_at: float | None = None

@@ -15,7 +15,7 @@ import pytest
 from agent import client, postmortem
 from agent.daemon import DATABASE
 from agent.loop import Agent, Collector, doctor_report
-from agent.model import Batch, EngineFacts, Found, Gap, GpuFacts, Sample, Severity, Why
+from agent.model import Batch, EngineFacts, Event, Found, Gap, GpuFacts, Sample, Severity, Why
 from agent.node import Node, Setup
 from agent.notifiers import Channel, Route, Wanted
 from agent.notifiers.pagerduty import PagerDuty
@@ -558,6 +558,27 @@ def test_what_cannot_wait_for_the_tick_is_judged_at_once(life: Life) -> None:
         thread.join(30)
     assert not thread.is_alive()
     assert slow.reads == 1
+
+
+def test_events_that_came_after_their_round_are_judged_at_once(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the log's reader answered a moment after the tick had gone on: its Xid lay there for a poll."""
+    monkeypatch.setattr("agent.loop.GRACE_S", 0.05)
+    at_once = Event("xid", "0000:1b:00", 79, 0.0, 0.0)
+    herald = Herald("kernel_log", lambda now: Batch("kernel_log", now, 0.01, events=(at_once,)))
+    herald.hold()
+    agent = life.start(herald)
+    agent.node.setup = replace(agent.node.setup, poll_s=3600.0)
+    thread = threading.Thread(target=agent.run, args=(lambda: None,))
+    thread.start()
+    try:
+        wait_until(lambda: agent.tick_at() is not None, 30, "the tick that went on without it")
+        assert not agent.node.history.entries
+        herald.free.set()
+        wait_until(lambda: bool(agent.node.history.entries), 30, "its events")
+    finally:
+        agent.stop()
+        thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_a_storm_of_events_does_not_put_off_the_tick(life: Life) -> None:
