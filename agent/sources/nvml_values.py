@@ -342,11 +342,7 @@ def poll_gpu(
             raise
         gpu.lost = f"nvmlDeviceGetFieldValues: {error}"
     for group in GROUPS:
-        outcome: tuple[float, ...] | Gap = (
-            Gap(group.names[0], gpu.uuid, Why.LOST, gpu.lost, now)
-            if gpu.lost is not None
-            else read_group(reader, gpu, group, now)
-        )
+        outcome = read_group(reader, gpu, group, now)
         if isinstance(outcome, Gap):
             reader.missed.update(dict.fromkeys(group.names, outcome.code))
             told = list(gaps_of(gpu.uuid, group.names, outcome.code, outcome.why, now))
@@ -365,11 +361,7 @@ def _poll_state(
     reader: Reader, gpu: Gpu, now: float, readings: list[Sample | Gap], state: Iterable[Group]
 ) -> None:
     for group in state:
-        outcome: tuple[float, ...] | Gap = (
-            Gap(group.names[0], gpu.uuid, Why.LOST, gpu.lost, now)
-            if gpu.lost is not None
-            else read_group(reader, gpu, group, now)
-        )
+        outcome = read_group(reader, gpu, group, now)
         if isinstance(outcome, Gap):
             if outcome.code is not Why.NOT_SUPPORTED:
                 known = [name for name in group.names if name in gpu.had]
@@ -382,6 +374,8 @@ def _poll_state(
 
 def read_group(reader: Reader, gpu: Gpu, group: Group, now: float) -> tuple[float, ...] | Gap:
     """The values of a group by the first way that works on this handle, or why there are none."""
+    if gpu.lost is not None:
+        return Gap(group.names[0], gpu.uuid, Why.LOST, gpu.lost, now)
     for way in group.ways:
         if way.how in gpu.unsupported:
             continue

@@ -86,6 +86,17 @@ def test_severities_of_the_catalogue(numbers: list[int], severity: str) -> None:
     assert {number: xid(number).severity for number in numbers} == dict.fromkeys(numbers, severity)
 
 
+@pytest.mark.parametrize(("numbers", "action"), [
+    ([8, 11, 25, 13, 31, 32, 39, 60, 68, 69, 70, 80, 82, 86, 94, 126, 135, 139], "restart_app"),
+    ([46, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158], "reset"),
+    ([37, 38, 43, 44, 63, 66, 67, 93, 106, 107, 121, 137, 141, 152, 153, 160], "none"),
+    ([48], "drain_reset"), ([79, 151], "reboot"), ([54, 78, 142, 159], "check"),
+])
+def test_actions_of_the_catalogue(numbers: list[int], action: str) -> None:
+    """What the driver's maker asks for, number by number."""
+    assert {number: xid(number).action for number in numbers} == dict.fromkeys(numbers, action)
+
+
 def test_switch_numbers() -> None:
     """A set that overlaps another would have a number be fatal and corrected."""
     table = switch()
