@@ -18,6 +18,7 @@ from agent import evaluate as machine
 from agent import signals as catalogue
 from agent import silences as mutes
 from agent.facts import LONGEST_S, Facts, facts_of
+from agent.hardware import signals as hardware
 from agent.hardware import verdict as gpu_verdict
 from agent.hardware.history import History
 from agent.hardware.table import Severity as XidSeverity
@@ -63,6 +64,7 @@ PAGE_SPAN_S = 300.0  # what a page's numbers are means of
 GONE_S = 600.0  # a GPU that NVML no longer names for so long has ended
 Traffic = dict[str, dict[str, Any]]  # "replicas", "routers"
 OF_OURSELVES = frozenset({"blind", "watcher", "kernel_log_forged", "kernel_log_lost"})
+LEARN_EVERY_S = 3600.0  # that a GPU tells a number of its state is known to the hour
 HARDWARE_NAMES = frozenset({"gpu_temp_c", "gpu_energy_mj", "gpu_nvlink_up", "gpus_dev"})
 ALERT_STATES = {"firing": "BREACH", "pending": "PENDING"}
 
@@ -104,6 +106,7 @@ class Learned:
     gpus_allocatable: int = 0  # the most that the kubelet gave to pods
     energy: dict[str, float] = field(default_factory=dict)  # uuid -> mJ since it was reset
     nvlinks: dict[str, int] = field(default_factory=dict)  # uuid -> bit mask of links that were up in this boot
+    gpu_state: dict[str, dict[str, float]] = field(default_factory=dict)  # uuid -> what it told of its state, when
     marks: dict[str, dict[str, Any]] = field(default_factory=dict)  # engine -> what binds it since when, a binds.Mark
 
 
@@ -176,6 +179,7 @@ class Node:
         for reading in batch.readings:
             if reading.name in HARDWARE_NAMES:
                 self._take_hardware(reading)
+        self._learn_state(reading for reading in batch.readings if reading.name in hardware.STATE)
         if self.first_at is None:
             self.first_at = batch.at
         if batch.engine is not None:
@@ -243,6 +247,14 @@ class Node:
             self.learned.nvlinks[subject] = self.learned.nvlinks.get(subject, 0) | int(reading.value)
         elif name == "gpus_dev":  # at first sight a GPU may have fallen already
             self.learned.gpu_count = max(self.learned.gpu_count, int(reading.value))
+
+    def _learn_state(self, readings: Iterable[Sample | Gap]) -> None:
+        """Learn which numbers of its state a GPU tells: what it stops telling is not N/A."""
+        for reading in readings:
+            if isinstance(reading, Sample):
+                told = self.learned.gpu_state.setdefault(reading.subject, {})
+                if not 0 <= reading.at - told.get(reading.name, 0.0) < LEARN_EVERY_S:
+                    told[reading.name] = reading.at
 
     def _mended(self, uuid: str, at: float) -> None:
         self.history.reset(uuid, at)
@@ -466,7 +478,7 @@ class Node:
         for instance in self.gpus[uuid].instances:
             self._forget_instance(instance.uuid)
         for known in (self.gpus, self.gpu_seen_at, self.learned.gpus, self.learned.gpu_full_at_start,
-                      self.learned.energy, self.learned.nvlinks):
+                      self.learned.energy, self.learned.nvlinks, self.learned.gpu_state):
             known.pop(uuid, None)
         self.windows.forget(uuid)
 
@@ -491,7 +503,8 @@ class Node:
         return Scene(self.windows, now, self.setup.node, self.setup.slo, targets, self.gpus, self.sources, users,
                      self.learned.told, full, watched_s, tuple(self.routers), self.history, self.setup.xid_severity,
                      self.learned.gpu_count if self.setup.gpus_expected is None else self.setup.gpus_expected,
-                     self.learned.nvlinks, self.workloads, self.learned.gpus_allocatable, self.canaries)
+                     self.learned.nvlinks, self.workloads, self.learned.gpus_allocatable, self.canaries,
+                     state_told=self.learned.gpu_state)
 
     def _fold(self) -> None:
         """Take what happened into the history, now that every source of this tick has told which GPU is where."""

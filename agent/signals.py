@@ -83,6 +83,7 @@ class Scene:
     gpus_allocatable: int = 0  # the most that the kubelet gave to pods
     canaries: Mapping[str, str | None] = field(default_factory=dict)  # address -> the target whose own it is
     memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # what several rules ask of one tick
+    state_told: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # GPU -> number -> when it told it
 
     def target_of(self, subject: str) -> Target | None:
         """The target of a target's, an engine's or a user's address's subject."""
@@ -1546,6 +1547,9 @@ def blind(scene: Scene, rule: Rule, root: str, signals: Mapping[tuple[str, str],
                                   for rule_id in hardware.NVML_AS_A_WHOLE
                                   if (found := signals.get((rule_id, scene.node))) is not None):
         return ask.idle("NVML fails as a whole, and that has an alert of its own")
+    count = signals.get(("gpu-count", scene.node))
+    if root in scene.gpus and count is not None and count.evidence.get("unloaded"):
+        return ask.idle("the driver is not loaded: gpu-count tells")
     if root in scene.gpus and hardware.never_told(scene, root):
         return ask.idle("NVML shows other GPUs since Tocsin was started, and not this one: gpu-count tells")
     if ("lost",) not in scene.memo:

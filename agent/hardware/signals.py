@@ -24,7 +24,8 @@ XID_SIGNALS: Mapping[str, tuple[str, str | None]] = {  # signal -> severity and 
     "xid_app": ("page", APP), "xid_ticket": ("ticket", None), "xid_note": ("info", None),
 }  # fmt: skip
 HW_THERMAL, HW_POWER_BRAKE = 0x40, 0x80  # nvml.h: nvmlClocksEventReasonHwThermalSlowdown, ...HwPowerBrakeSlowdown
-VERSION_MISMATCH, NO_PERMISSION, UNKNOWN_ERROR = 18, 4, 999  # nvml.h: nvmlReturn_t
+NO_PERMISSION, NOT_LOADED, VERSION_MISMATCH, UNKNOWN_ERROR = 4, 9, 18, 999  # nvml.h: nvmlReturn_t
+DRIVER_LATE_S = 120.0  # at boot the driver may be loaded after our start
 NVML_AS_A_WHOLE = ("driver-mismatch", "device-access")  # rules: one alert, and not one more for each GPU
 FABRIC_COMPLETED = 3  # nvml.h: NVML_GPU_FABRIC_STATE_COMPLETED
 BUSY = 0.5  # utilization at which a link is not asleep
@@ -35,14 +36,29 @@ REPLAYS = {1: 0.15, 2: 0.3, 3: 0.48, 4: 0.96, 5: 1.92, 6: 3.84}
 LANE_SHARE = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}  # GT/s
 
 
-def told(ask: Ask, name: str, subject: str | None = None) -> Sample | Signal:
-    """A number of the state; N/A where the card never told it."""
-    got = ask.windows.latest(subject or ask.subject, name, ask.now)
+STATE = frozenset((  # what `told` asks for
+    "gpu_recovery", "gpu_ecc_uncorrected", "gpu_ecc_corrected", "gpu_remap_pending", "gpu_remap_failed",
+    "gpu_banks_exhausted", "gpu_retired_pending", "gpu_retired", "gpu_memory_temp_c", "gpu_nvlink_up",
+    "gpu_nvlink_recoveries", "gpu_nvlink_replays", "gpu_pcie_gen", "gpu_pcie_gen_max", "gpu_pcie_width",
+    "gpu_pcie_width_max", "gpu_pcie_replays", "gpu_fabric", "gpu_fabric_status", "gpu_persistence"))
+STATE_KEPT_S = 7 * 86400.0
+
+
+def told(ask: Ask, name: str) -> Sample | Signal:
+    """A number of the state; N/A where the card never told it, a Gap where it did in the last seven days.
+
+    A driver that stops telling a fault has not mended it: its alert must stay. In MIG mode a card tells less, rightly.
+    """
+    got = ask.windows.latest(ask.subject, name, ask.now)
     if isinstance(got, Sample):
         return got
-    if got.code is Why.MISSING:
-        return ask.na("this card or driver does not tell it")
-    return ask.gap(got.code, got.why)
+    if got.code not in (Why.MISSING, Why.NOT_SUPPORTED):
+        return ask.gap(got.code, got.why)
+    told_at = ask.scene.state_told.get(ask.subject, {}).get(name)
+    mig = ask.windows.latest(ask.subject, "gpu_mig", ask.now)
+    if told_at is None or ask.now - told_at > STATE_KEPT_S or (isinstance(mig, Sample) and mig.value):
+        return ask.na(got.why if got.code is Why.NOT_SUPPORTED else "this card or driver does not tell it")
+    return ask.gap(Why.MISSING, "it was told before, and is no more: another driver, or what tells it was switched off")
 
 
 def text_value(ask: Ask, value: float, text: str, at: float, **more: Any) -> Signal:
@@ -125,16 +141,31 @@ def gpu_count(ask: Ask) -> Signal:
         return ask.na("no GPU was ever seen here")
     codes = codes_of(ask.scene)
     told_of = [uuid for uuid, code in codes.items() if code is not Why.MISSING]  # not before a restart of ours alone
-    if codes and not told_of:
-        return ask.gap(Why.MISSING, "NVML has not told of any GPU since Tocsin was started")
     shown = sum(codes[uuid] is not Why.LOST for uuid in told_of)
-    words = [f"NVML shows {shown}"]
+    unloaded = driver_not_loaded(ask)
+    if codes and not told_of and not unloaded:
+        return ask.gap(Why.MISSING, "NVML has not told of any GPU since Tocsin was started")
+    shown = 0 if unloaded else shown
+    words = ["the kernel module nvidia is not loaded" if unloaded else f"NVML shows {shown}"]
     for name, what in (("gpus_pci", "PCI"), ("gpus_dev", "/dev/nvidia*")):
         got = ask.windows.latest(DEVICES, name, ask.now)
         words += [f"{what} {got.value:.0f}"] if isinstance(got, Sample) else []
     missing = float(max(0, expected - shown))
     return text_value(ask, missing, f"{missing:.0f} of {expected} GPUs missing: {', '.join(words)}", ask.now,
-                      expected=expected, shown=shown)
+                      expected=expected, shown=shown, unloaded=unloaded)
+
+
+def driver_not_loaded(ask: Ask) -> bool:
+    """Whether the kernel has had no NVIDIA module for DRIVER_LATE_S: then no GPU can be used, whatever PCI shows.
+
+    A container that lacks a right or the library sees the module all the same, in /proc.
+    """
+    start = ask.now - DRIVER_LATE_S
+    module = ask.windows.latest(DEVICES, "gpus_proc", ask.now)
+    now = ask.windows.latest(NVML, "nvml_error", ask.now)
+    codes = list(ask.windows.history(NVML, "nvml_error", start - 2 * ask.windows.interval_s))
+    return (isinstance(module, Sample) and not module.value and isinstance(now, Sample) and codes[0][0] <= start
+            and all(int(code) == NOT_LOADED for _, code in codes))
 
 
 def codes_of(scene: Scene) -> Mapping[str, Why | None]:
@@ -163,8 +194,9 @@ def driver_mismatch(ask: Ask) -> Signal:
 
 def device_access(ask: Ask) -> Signal:
     """Whether NVML fails although the kernel shows GPUs: we have lost the right to them, and not the GPUs."""
-    return start_fails(ask, (NO_PERMISSION, UNKNOWN_ERROR), "the kernel shows the GPUs and NVML may not use them: a "
-                       "container that lost its devices (systemctl daemon-reload), or the rights of /dev/nvidia*")
+    codes = (NO_PERMISSION, NOT_LOADED, UNKNOWN_ERROR)
+    return start_fails(ask, codes, "the kernel shows the GPUs and NVML may not use them: a container that lost its "
+                       "devices (systemctl daemon-reload), or the rights of /dev/nvidia*")
 
 
 def start_fails(ask: Ask, codes: tuple[int, ...], text: str) -> Signal:
@@ -175,7 +207,8 @@ def start_fails(ask: Ask, codes: tuple[int, ...], text: str) -> Signal:
             return ask.gap(got.code, got.why)
         read = any(isinstance(ask.windows.latest(uuid, "gpu_temp_c", ask.now), Sample) for uuid in ask.scene.gpus)
         return ask.value(0.0) if read else ask.na("NVML shows no GPU here")
-    there = [s.value for name in ("gpus_pci", "gpus_proc")
+    # where the module is really not loaded PCI shows the GPUs all the same: then gpu-count tells
+    there = [s.value for name in (("gpus_proc",) if int(got.value) == NOT_LOADED else ("gpus_pci", "gpus_proc"))
              if isinstance(s := ask.windows.latest(DEVICES, name, ask.now), Sample)]
     failed = int(got.value) in codes and (VERSION_MISMATCH in codes or max(there, default=0.0) > 0)
     return text_value(ask, float(failed), text, got.at)

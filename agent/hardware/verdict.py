@@ -27,6 +27,7 @@ RULES: Mapping[str, tuple[str, Verdict]] = {
     "gpu-persistence": ("persistence.off", "HEALTHY"),
     "kernel-log-forged": ("log.forged", "HEALTHY"), "kernel-log-gap": ("log.gap", "HEALTHY"),
 }  # fmt: skip
+MIG_INSTANCES = "gpu_mig_instances"  # found so where NVML does not list them
 RANK: Mapping[str, int] = {"HEALTHY": 0, "UNKNOWN": 1, "WATCH": 2, "DRAIN": 3, "REPLACE": 4}
 # The action of a finding says more than its rule does.
 BY_ACTION: Mapping[str, Verdict] = {"replace": "REPLACE"}
@@ -62,6 +63,12 @@ def _unchecked(rows: Sequence[Row]) -> list[dict[str, str]]:
     """What could not be checked, each with why."""
     return [{"code": RULES[row["rule"]][0], "rule": row["rule"], "why": row["why"] or "",
              "state": row["state"]} for row in rows if row["state"] in ("UNKNOWN", "N/A")]
+
+
+def _unseen_instances(facts: GpuFacts) -> list[dict[str, str]]:
+    """Why the MIG instances of a GPU are not judged; the GPU itself is all the same."""
+    return [{"code": "mig.instances", "rule": "", "why": found.why or "", "state": "UNKNOWN"} for found in facts.found
+            if found.name == MIG_INSTANCES]
 
 
 def _verdict(rows: Sequence[Row], found: Sequence[Mapping[str, Any]]) -> Verdict:
@@ -126,6 +133,7 @@ def verdicts(rows: Sequence[Row], gpus: Mapping[str, GpuFacts], node: str) -> di
         more = {"index": None if facts is None else facts.index, "name": None if facts is None else facts.name,
                 "bdf": subject if facts is None else facts.bdf, "mig": None}
         of_gpu = _of(subject, [row for row in mine if row["subject"] == subject]) | more
+        of_gpu["unchecked"] += () if facts is None else _unseen_instances(facts)
         entries.append(of_gpu)
         entries += [_of_instance(one, [row for row in mine if row["subject"] == one.uuid], of_gpu)
                     for one in (() if facts is None else facts.instances)]

@@ -26,6 +26,8 @@ from agent.sources.nvml_values import (
 )
 
 MODE = "gpu_mig"
+NONE_SHOWN = ("MIG mode is on and NVML shows no instance: none was made, or this user may not see them (each needs its "
+              "/dev/nvidia-caps/nvidia-cap*, which only root may open unless it was given)")
 NO_SUCH_SLOT = (pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_ERROR_INVALID_ARGUMENT)
 
 
@@ -39,7 +41,8 @@ def poll_instances(call: Call, gpu: Gpu, now: float, readings: list[Sample | Gap
         return
     if gpu.lost is None:
         try:
-            gpu.instances, gpu.mig_problem = _instances(call, gpu), None
+            gpu.instances = _instances(call, gpu)
+            gpu.mig_problem = None if gpu.instances else NONE_SHOWN
         except pynvml.NVMLError as error:
             if error.value in STALE:
                 raise

@@ -213,6 +213,24 @@ def test_a_full_instance_on_a_half_empty_gpu(tell: Tell) -> None:
     assert not [s for _, s in story.node.signals if s == "MIG-55555555"]
 
 
+@pytest.mark.parametrize(("told", "why"), [
+    (sliced(), "MIG mode is on and NVML shows no instance"),
+    (sliced(instance(1), errors={"nvmlDeviceGetMigDeviceHandleByIndex": 4}), "cannot be listed: Insufficient Perm"),
+])
+def test_instances_that_nobody_may_see_are_said(tell: Tell, told: dict[str, Any], why: str) -> None:
+    """An agent without /dev/nvidia-caps judged the card alone, and did not tell that its slices were not."""
+    story = tell(node(told))
+    story.run(60)
+    assert story.verdict(2)["verdict"] == "HEALTHY"
+    (unseen,) = (u for u in story.verdict(2)["unchecked"] if u["code"] == "mig.instances")
+    assert why in unseen["why"]
+    shown = plain(gpus_report(story.node.gpus_report(), show_all=False))
+    assert "Not checked: mig.instances of GPU 2: " in shown
+    story.reader.play(node(sliced(instance(1))))
+    story.run(30)
+    assert not [u for u in story.verdict(2)["unchecked"] if u["code"] == "mig.instances"]
+
+
 def test_the_alerts_of_an_instance_outlive_a_restart(tell: Tell) -> None:
     """A restart closed the slice's alert, since nobody knew of the slice yet, and paged it anew a second later."""
     story = tell(node(THREE))

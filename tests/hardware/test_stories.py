@@ -314,6 +314,82 @@ def test_a_gpu_that_is_missing_after_a_reboot(tell: Tell, tmp_path: Path) -> Non
     assert blind.node.signals[("gpu-count", "gpu-17")].state == "gap"  # neither a page nor an all-clear
 
 
+def pci_shows(story: Story, count: int) -> None:
+    """So many GPUs in the reader's PCI tree."""
+    for device in range(count):
+        folder = story.reader.pci / f"0000:{0x1b + device:02x}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text("0x10de\n")
+        (folder / "class").write_text("0x030200\n")
+
+
+def devices(story: Story, **counts: float) -> None:
+    """What the kernel shows without NVML, from now on at each read."""
+    run = story.node.step
+
+    def step(now: float, dt_s: float) -> Any:
+        told = tuple(Sample(name, "gpu_devices", value, now) for name, value in counts.items())
+        story.node.take(Batch("gpu_devices", now, 0.0, told))
+        return run(now, dt_s)
+
+    story.node.step = step  # type: ignore[method-assign]
+
+
+def test_a_driver_that_is_not_loaded_after_a_reboot(tell: Tell, tmp_path: Path) -> None:
+    """All eight are there and none can be used: eight tickets "blind", while one missing GPU was a page.
+
+    Read every 15 s. The driver may be loaded two minutes late: first judged at 120 s, told 10 s later, at 135 s.
+    """
+    story = tell(gpus(8))
+    story.run(60)
+    story.reader.begin({**gpus(8), "errors": {"nvmlInitWithFlags": 9}}, tmp_path)
+    pci_shows(story, 8)
+    booted = restarted(story)
+    devices(booted, gpus_pci=8, gpus_proc=0, gpus_dev=0)
+    assert booted.run(135) == []
+    assert booted.run(15) == [("firing", "gpu-count")]
+    (finding,) = booted.node.gpus_report()["node_findings"]
+    assert finding["text"] == ("8 of 8 GPUs missing: the kernel module nvidia is not loaded, PCI 8, /dev/nvidia* 0")
+    assert booted.node.gpus_report()["verdict"] == "page"
+    assert booted.run(600) == []  # and not one more ticket for each GPU
+    booted.reader.play(gpus(8))
+    devices(booted, gpus_pci=8, gpus_proc=8, gpus_dev=8)
+    assert booted.run(180) == [("resolved", "gpu-count")]
+
+
+def test_a_module_that_is_loaded_and_not_for_us(tell: Tell, tmp_path: Path) -> None:
+    """A container without its devices hears "not loaded", too; /proc shows that it is: no GPU is missing."""
+    story = tell(gpus(8))
+    story.run(60)
+    story.reader.begin({**gpus(8), "errors": {"nvmlInitWithFlags": 9}}, tmp_path)
+    pci_shows(story, 8)
+    inside = restarted(story)
+    devices(inside, gpus_pci=8, gpus_proc=8, gpus_dev=0)
+    assert inside.run(600) == [("firing", "device-access")]
+
+
+def test_what_a_driver_tells_no_more_is_not_well_again(tell: Tell, tmp_path: Path) -> None:
+    """Remapping had failed, a page. Tocsin was started anew on a driver that does not tell it: that closed the page."""
+    failed = {**H100["remapped"], "failure": 1}
+    story = tell(gpus(gpu2={"remapped": failed}), poll_s=60.0)
+    assert story.run(120) == [("firing", "gpu-remap-failed")]
+    silent = {**gpus(), "defaults": {k: v for k, v in H100.items() if k not in ("remapped", "ecc_corrected")}}
+    story.reader.begin(silent, tmp_path)
+    again = restarted(story)
+    again.poll_s = 60.0
+    assert again.run(7200) == []
+    assert again.verdict(2)["code"] == "remap.failed"
+    assert (again.verdict(0)["verdict"], again.node.gpus_report()["verdict"]) == ("UNKNOWN", "page")
+    unchecked = {u["code"]: (u["state"], u["why"]) for u in again.verdict(0)["unchecked"]}
+    why = "it was told before, and is no more: another driver, or what tells it was switched off"
+    assert {code for code, told in unchecked.items() if told == ("UNKNOWN", why)} == {
+        "ecc.rate", "remap.pending", "remap.failed", "remap.exhausted"}
+
+    again.at_s += 7 * 86400.0  # somebody has meant it so
+    assert ("resolved", "gpu-remap-failed") in again.run(120)
+    assert again.verdict(0)["verdict"] == "HEALTHY"
+
+
 def test_a_reset_while_the_agent_is_down(tell: Tell) -> None:
     """Tocsin was stopped, the GPU reset, Tocsin started: its Xid was told for a day more as if nobody had come."""
     story = tell(gpus())
@@ -386,11 +462,7 @@ def test_a_container_that_lost_its_devices(tell: Tell) -> None:
     """NVML says Unknown Error to everything while the kernel shows the GPUs: that is no GPU lost."""
     story = tell(gpus())
     story.run(30)
-    for device in range(8):
-        folder = story.reader.pci / f"0000:{0x1b + device:02x}:00.0"
-        folder.mkdir(parents=True)
-        (folder / "vendor").write_text("0x10de\n")
-        (folder / "class").write_text("0x030200\n")
+    pci_shows(story, 8)
     story.reader("release", 1.0)
     story.reader.play({**gpus(), "errors": {"nvmlInitWithFlags": 999}})
     story.run(5)
