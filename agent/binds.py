@@ -340,7 +340,7 @@ def look(scene: Scene, target: Target, engine: str, kind: str = "unknown") -> Se
     kv = dict(windows.history(engine, "kv_usage", start))
     reads = [Read(running, waiting, kv.get(at)) for at, running, waiting in
              _since(windows.backward(engine, ("running", ""), ("waiting", "")), start)][::-1]
-    peak = max((running for _, running in windows.history(engine, "running", 0.0)), default=0.0)
+    peak = windows.highest(engine, "running") or 0.0
 
     def rise(name: str, key: str = "") -> float | None:
         by = next(iter(scene.tellers(target, name)), engine)

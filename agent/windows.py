@@ -570,6 +570,16 @@ class Windows:
         return ((at, value) for at, value in zip(track.times[first:], column[first:], strict=True)
                 if not math.isnan(value))
 
+    def highest(self, subject: str, name: str) -> float | None:
+        """The most that a gauge has stood at in memory; None where it was never told."""
+        track = self.track_of(subject, name)
+        column = None if track is None else track.columns.get((name, subject, ""))
+        if not column:
+            return None
+        if not math.isnan(sum(column)):  # nothing is missing in it: an hour's rows in microseconds
+            return max(column)
+        return max((value for value in column if not math.isnan(value)), default=None)
+
     def backward(self, subject: str, *series: tuple[str, str] | tuple[str, str, str]) -> Iterator[tuple[float, ...]]:
         """(time, value, value, …) of each row that told all of the given (name, key), newest first.
 

@@ -524,3 +524,14 @@ def test_what_is_in_a_window_is_in_every_longer_one(spells: list[tuple[float, in
             for span_s in (60, 300, 1800, HOUR, 2 * HOUR, 6 * HOUR, DAY, 3 * DAY)]
     any_rise = [rose_by > 0 for rose_by in rose]
     assert any_rise == sorted(any_rise)
+
+
+def test_the_highest_of_a_gauge_passes_over_what_is_missing() -> None:
+    """The busiest moment of the hour, although a page broke in between; of nothing there is none."""
+    windows = Windows(5.0)
+    for i, value in enumerate((2.0, 7.0, None, 3.0)):
+        read(windows, i * 5.0, "e", {"running": value})
+        read(windows, i * 5.0, "whole", {"running": float(i)})
+        read(windows, i * 5.0, "blind", {"running": None})
+    found = [windows.highest(subject, "running") for subject in ("e", "whole", "blind", "nobody")]
+    assert found == [7.0, 3.0, None, None]
