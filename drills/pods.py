@@ -83,7 +83,7 @@ def choose(pods: Sequence[Object], now: float, seed: str) -> tuple[Object | None
 
 
 def port_of(pod: Mapping[str, Any]) -> int:
-    """Where its engine listens: as annotated, where its readiness is asked, its first port, else the usual one."""
+    """Where its engine listens: as annotated, where its readiness is asked, `http`, its first port, the usual one."""
     told = labels_or(pod, "annotations").get(PORT, "")
     if told.isdigit():
         return int(told)
@@ -95,7 +95,7 @@ def port_of(pod: Mapping[str, Any]) -> int:
             found = named.get(asked, asked)
             if str(found).isdigit():
                 return int(found)
-    return int(next(iter(named.values()), USUAL_PORT))
+    return int(named.get("http") or next(iter(named.values()), USUAL_PORT))
 
 
 def url_of(pod: Mapping[str, Any]) -> str | None:

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import Any
 
 from drills import pods
-from drills.cluster import Cluster, ClusterError, Denied, denied, time_of, uid_of
+from drills.cluster import OPT_IN, Cluster, ClusterError, Denied, denied, time_of, uid_of
 from drills.model import Command, Drill, Fault, Left, Plan, Refused, announces
 
 SAMPLE_S = 3.0  # an answer that takes longer is no sample
@@ -111,8 +111,6 @@ class PodKill:
 
 def refuse_namespace(cluster: Cluster, namespace: str) -> None:
     """Raise Refused where drills may not kill in a namespace. Raises ClusterError."""
-    from drills.cluster import OPT_IN
-
     if namespace in pods.NEVER:
         raise Refused(f"pod-kill: namespace {namespace} is the cluster's own: no drill may touch it")
     if not cluster.opted_in(namespace):

@@ -112,6 +112,8 @@ def test_chance_is_the_run_s() -> None:
                           "readinessProbe": {"httpGet": {"port": "api"}}}]}, {}, "http://10.0.0.7:8080"),
         ({"containers": [{"ports": [{"containerPort": 9}], "readinessProbe": {"httpGet": {"port": 7}}}]}, {},
          "http://10.0.0.7:7"),
+        ({"containers": [{"ports": [{"name": "metrics", "containerPort": 9},
+                                    {"name": "http", "containerPort": 8080}]}]}, {}, "http://10.0.0.7:8080"),
     ],
 )
 def test_where_the_engine_of_a_pod_answers(spec: Any, annotations: dict[str, str], url: str) -> None:
