@@ -71,8 +71,8 @@ class PodsBack:
             with suppress(ClusterError), Cluster() as cluster:
                 path = pods_path(facts["namespace"])
                 for seen in cluster.follow(path, self._stop, labels=facts["selector"], for_s=WATCH_S):
+                    self._note(seen)  # first: whoever is asked by what is seen is Ready before it answers
                     self._seen = dict(seen)
-                    self._note(self._seen)
             self._stop.wait(EVERY_S)
 
     def _note(self, seen: Mapping[str, Object]) -> None:

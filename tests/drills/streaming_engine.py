@@ -14,6 +14,7 @@ import json
 import os
 import queue
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -101,6 +102,7 @@ class Engine:
         self._numbers = itertools.count()
         self._asked: dict[int, queue.Queue[float]] = {}
         self._lock = threading.Lock()
+        self._drains = False
         assert worker.stdout is not None
         worker.stdout.readline()  # it is ready: nobody is served before
         threading.Thread(target=self._read, daemon=True).start()
@@ -112,10 +114,12 @@ class Engine:
                 waiting.put(time.monotonic())
         os._exit(1)  # an engine without its core
 
-    def ask(self, chunks: int) -> tuple[int, queue.Queue[float]]:
-        """Ask for tokens; each comes into the queue with its time."""
+    def ask(self, chunks: int) -> tuple[int, queue.Queue[float]] | None:
+        """Ask for tokens; each comes into the queue with its time. None: it takes nothing new."""
         assert self._worker.stdin is not None
         with self._lock:
+            if self._drains:
+                return None
             number = next(self._numbers)
             self._asked[number] = queue.Queue()
             self._worker.stdin.write(b"%d %d\n" % (number, chunks))
@@ -125,6 +129,14 @@ class Engine:
     def forget(self, number: int) -> None:
         """The request is over."""
         self._asked.pop(number, None)
+
+    def drain(self) -> None:
+        """End when what is in flight is answered."""
+        with self._lock:
+            self._drains = True
+        while self._asked:
+            time.sleep(0.01)
+        os._exit(0)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -151,9 +163,13 @@ class Handler(BaseHTTPRequestHandler):
         """A completion."""
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         metrics, chunks = self.engine.metrics, int(asked.get("max_tokens", 4))
+        taken = self.engine.ask(chunks)
+        if taken is None:  # not a word: a router asks the next engine
+            self.close_connection = True
+            return
+        number, tokens = taken
         metrics.running.inc()
         metrics.prompt_tokens.inc(8)
-        number, tokens = self.engine.ask(chunks)
         try:
             self._answer(asked, chunks, tokens)
             metrics.success.inc()
@@ -233,6 +249,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--pace", type=float, default=0.01, help="seconds between tokens")
     parser.add_argument("--service", type=float, default=0.0, help="seconds that it takes up a request before the next")
     parser.add_argument("--preempted", type=Path, help="a file with the number of preemptions to tell")
+    parser.add_argument("--drain", action="store_true", help="at SIGTERM, end when what is in flight is answered")
     parser.add_argument("--worker", action="store_true")
     args = parser.parse_args(argv)
     if args.worker:
@@ -241,7 +258,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     own = [sys.executable, "-m", "tests.drills.streaming_engine", "--worker", "--first", str(args.first),
            "--pace", str(args.pace), "--service", str(args.service)]  # fmt: skip
     worker = subprocess.Popen(own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=-1)
-    Handler.engine = Engine(args.name, worker, Metrics("tiny", args.preempted))
+    engine = Handler.engine = Engine(args.name, worker, Metrics("tiny", args.preempted))
+    if args.drain:
+        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=engine.drain, daemon=True).start())
     with Server((args.host, args.port), Handler) as server:
         print(server.server_address[1], flush=True)
         server.serve_forever()

@@ -81,7 +81,8 @@ class Workload:
         ip = next(ip for ip in self.ips if ip not in used)
         pod = self.api.pod(name, phase="Pending", node=self.node, grace_s=self.grace_s, labels=LABELS,
                            annotations={"tocsin.dev/port": str(self.port)})
-        words = ["--host", ip, "--port", str(self.port), "--name", name]
+        # A kubelet on a busy machine may be late with its SIGTERM: a stream that began meanwhile is not to be cut.
+        words = ["--host", ip, "--port", str(self.port), "--name", name, "--drain"]
         process = subprocess.Popen([sys.executable, "-m", "tests.drills.streaming_engine", *words], cwd=ROOT,
                                    stdout=subprocess.PIPE, text=True)
         self.engines[uid_of(pod)] = (ip, process)
