@@ -12,8 +12,10 @@ import pytest
 from agent.config import Config
 from agent.daemon import adopt, discoveries
 from agent.model import Batch, FoundEngine, PodFacts
+from agent.notifiers.kubernetes import CONDITION
 from agent.sources.pods import PodsSource, engine_in, kept, workload_of
-from drills.cluster import Cluster, Object, pods_path
+from drills.cluster import Cluster, Object, has_condition, path_of, pods_path
+from tests.agent_process import AgentProcess
 from tests.engine_pages import PAGES
 from tests.kube.scene import Api
 from tests.page_server import PageServer
@@ -244,3 +246,44 @@ def test_a_failure_is_said_and_it_is_tried_again(api: Api) -> None:
             assert [one["metadata"]["name"] for one in seen.values()] == ["vllm-a"]
             stop.set()
     assert said == [404]
+
+
+@pytest.mark.heavy
+def test_the_agent_of_a_node_from_a_pod_to_an_event_of_it(api: Api, tmp_path: Path) -> None:
+    """The real daemon: it finds the pod's engine, the engine dies, `kubectl describe node` says so until it is back."""
+    node, of = api.node(), f"{api.namespace}/vllm#0"
+    if not api.has_namespace("default"):
+        api.make_namespace("default", opted_in=False)
+
+    def events() -> dict[str, Object]:
+        found, _ = api.cluster.all(path_of("", "v1", "events", "default"), fields=f"involvedObject.uid={node}")
+        return {one["reason"]: one for one in found}
+
+    def pages() -> bool:
+        return has_condition(api.cluster.node(node) or {}, CONDITION)
+
+    config = {"poll": "1s", "nvml": "off", "discover": True, "notify": [{"kubernetes": {"condition": True}}],
+              "rules": {"override": {"engine-down": {"for": "2s", "keep": "2s"}}}}  # fmt: skip
+    with PageServer(PAGES["vllm-0.32"](600)) as page, \
+            AgentProcess(tmp_path / "agent", config, {"NODE_NAME": node}) as agent:
+        api.pod("vllm-a", node=node, annotations={"tocsin.dev/port": page.url.rpartition(":")[2]})
+        wait_until(lambda: any((one["rule"], one["subject"], one["state"]) == ("engine-down", of, "OK")
+                               for one in agent.ask("/check")["signals"]), LONG_S, "that its engine is read")
+        assert not pages()
+        page.stop()
+        wait_until(pages, LONG_S, "the condition")
+        wait_until(lambda: "EngineDown" in events(), LONG_S, "the Event")
+        told = events()["EngineDown"]
+        assert (told["type"], told["involvedObject"]["name"]) == ("Warning", node)
+        assert of in told["message"]
+        page.start()
+        wait_until(lambda: "EngineDownResolved" in events() and not pages(), LONG_S, "its end")
+        assert rss_mib(agent.pid()) < 128.0 - 16.0  # the container's limit; its volume in memory counts, too
+    for event in events().values():
+        api.cluster.ask("DELETE", path_of("", "v1", "events", "default", event["metadata"]["name"]))
+
+
+def rss_mib(pid: int) -> float:
+    """The memory of a process."""
+    (kib,) = [line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "VmHWM" in line]
+    return int(kib) / 1024.0
