@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +35,12 @@ CLUSTER_RULES = DEPLOY / "overlays/cluster-rules"
 GPU_RESET, POD_NAMESPACES = (DEPLOY / "components" / name for name in ("gpu-reset", "pod-namespaces"))
 EVENTS, NODE_CONDITION = (DEPLOY / "components" / name for name in ("events", "node-condition"))
 POD_RESOURCES, NODE_PROCESSES = (DEPLOY / "components" / name for name in ("pod-resources", "node-processes"))
+FINDING, AGENT_ACCOUNT = (DEPLOY / "components" / name for name in ("discovery", "agent-account"))
 RIGHTS = yaml.safe_load((Path(__file__).parent / "rights.yaml").read_text())
 RBAC = "rbac.authorization.k8s.io"
 PLURALS = {
     "Namespace": ("", "namespaces"), "ServiceAccount": ("", "serviceaccounts"), "ConfigMap": ("", "configmaps"),
+    "Secret": ("", "secrets"),
     "DaemonSet": ("apps", "daemonsets"), "Deployment": ("apps", "deployments"),
     "Role": (RBAC, "roles"), "RoleBinding": (RBAC, "rolebindings"),
     "ClusterRole": (RBAC, "clusterroles"), "ClusterRoleBinding": (RBAC, "clusterrolebindings"),
@@ -45,8 +50,19 @@ OVERLAYS = {
     "gpu-reset": add(build(DRILLS), GPU_RESET), "told": add(add(build(BASE), EVENTS), NODE_CONDITION),
 }  # fmt: skip
 SEEING = add(add(build(BASE), NODE_PROCESSES), POD_RESOURCES)
-ALL = {**OVERLAYS, "cluster-rules": build(CLUSTER_RULES), "seeing": SEEING}
-ACCOUNTS = {"drills": "tocsin-drills", "gpu-reset": "tocsin-drills", "cluster-rules": "tocsin-cluster"}  # else: tocsin
+BESIDE = add(add(add(build(DRILLS), FINDING), EVENTS), AGENT_ACCOUNT)
+ALL = {**OVERLAYS, "cluster-rules": build(CLUSTER_RULES), "seeing": SEEING, "beside": BESIDE}
+# Which account of an overlay needs which rights of rights.yaml.
+ACCOUNTS = {
+    "base": {"tocsin": ["base"]}, "discovery": {"tocsin": ["discovery"]}, "seeing": {"tocsin": ["seeing"]},
+    "told": {"tocsin": ["events", "node-condition"]}, "drills": {"tocsin-drills": ["drills"]},
+    "gpu-reset": {"tocsin-drills": ["drills", "gpu-reset"]}, "cluster-rules": {"tocsin-cluster": ["cluster-rules"]},
+    "beside": {"tocsin-drills": ["drills"], "tocsin": ["discovery", "events"]},
+}  # fmt: skip
+MIXED = {
+    "gpu-reset": (DRILLS, GPU_RESET, POD_NAMESPACES), "told": (BASE, EVENTS, NODE_CONDITION),
+    "seeing": (DISCOVERY, NODE_PROCESSES, POD_RESOURCES), "beside": (DRILLS, FINDING, EVENTS, AGENT_ACCOUNT),
+}  # fmt: skip
 
 
 def the(objects: list[Object], kind: str, name: str = "tocsin") -> Object:
@@ -136,6 +152,28 @@ def test_drilld_has_root_s_number_and_no_capability() -> None:
     config = yaml.safe_load(the(objects, "ConfigMap", "tocsin-config")["data"]["tocsin.yaml"])
     (ledgers,) = [one["mountPath"] for one in drilld["volumeMounts"] if one["name"] == "ledgers"]
     assert ledgers == f"{config.get('state_dir', '/var/lib/tocsin')}/drills"
+
+
+@pytest.mark.parametrize("components", [(FINDING, EVENTS, AGENT_ACCOUNT), (AGENT_ACCOUNT, EVENTS, FINDING)])
+def test_the_agent_beside_drilld_has_an_account_of_its_own(components: tuple[Path, ...]) -> None:
+    """With drills a node no longer found its engines; with a token for it the agent could have deleted their pods."""
+    objects = build(DRILLS)
+    for component in components:
+        objects = add(objects, component)
+    pod, at = pod_of(objects), "/var/run/secrets/kubernetes.io/serviceaccount"
+    volumes = {one["name"]: one for one in pod["volumes"]}
+    # Where something is mounted there already, the pod's own account is not, whatever automount says.
+    held = {name: [volumes[one["name"]] for one in container(objects, name)["volumeMounts"] if one["mountPath"] == at]
+            for name in ("tocsin", "drilld")}
+    assert held["tocsin"] == [{"name": "account", "secret": {"secretName": "tocsin-agent-token"}}]
+    assert [one["name"] for one in held["drilld"]] == ["api"]
+    secret = the(objects, "Secret", "tocsin-agent-token")
+    assert secret["type"] == "kubernetes.io/service-account-token"
+    assert secret["metadata"]["annotations"] == {"kubernetes.io/service-account.name": "tocsin"}
+    the(objects, "ServiceAccount")  # without it the token controller deletes the Secret
+    agent = container(objects, "tocsin")
+    agent["volumeMounts"] = [one for one in agent["volumeMounts"] if one["name"] != "account"]
+    assert agent == container(OVERLAYS["base"], "tocsin")
 
 
 def test_capabilities_come_with_the_faults_that_need_them() -> None:
@@ -302,18 +340,22 @@ def applied(request: pytest.FixtureRequest, api: Api) -> Iterator[tuple[str, App
 def test_each_account_may_do_what_it_needs_and_nothing_more(applied: tuple[str, Applied]) -> None:
     """A drill was refused for want of a verb; another account could have read every secret."""
     overlay, at = applied
-    account = ACCOUNTS.get(overlay, "tocsin")
-    needs = [*RIGHTS["may"][overlay], *(RIGHTS["may"]["drills"] if overlay == "gpu-reset" else ())]
-    with suppress(AssertionError):  # a real server's authorizer hears of a new role a moment later
-        wait_for(lambda: all(at.may(account, *row) for row in needs))
-    assert [row for row in needs if not at.may(account, *row)] == []
-    assert len(RIGHTS["may_not"]) >= 30
-    assert [row for row in RIGHTS["may_not"] if at.may(account, *row)] == []
     everything = [row for rows in RIGHTS["may"].values() for row in rows]
-    beyond = [row for row in everything if row not in needs and at.may(account, *row)]
-    assert not [row for row in beyond if overlay != "discovery" or row[1] != "pods"], beyond
-    others = {"tocsin", *ACCOUNTS.values()} - {account}
-    assert [(other, row) for row in everything for other in others if at.may(other, *row)] == []
+    assert len(RIGHTS["may_not"]) >= 30
+    for account in {account for accounts in ACCOUNTS.values() for account in accounts}:
+        kinds = ACCOUNTS[overlay].get(account, [])
+        needs = [row for kind in kinds for row in RIGHTS["may"][kind]]
+        with suppress(AssertionError):  # a real server's authorizer hears of a new role a moment later
+            wait_for(partial(all_may, at, account, needs))
+        assert [row for row in needs if not at.may(account, *row)] == []
+        assert [row for row in RIGHTS["may_not"] if at.may(account, *row)] == []
+        beyond = [row for row in everything if row not in needs and at.may(account, *row)]
+        assert not [row for row in beyond if "discovery" not in kinds or row[1] != "pods"], (account, beyond)
+
+
+def all_may(at: Applied, account: str, rows: list[list[str]]) -> bool:
+    """Whether an account may do all of it."""
+    return all(at.may(account, *row) for row in rows)
 
 
 def test_the_lease_is_the_one_that_drilld_writes() -> None:
@@ -343,17 +385,28 @@ if REAL:  # with the stand-in there is nothing that kubectl could ask
 
     @pytest.mark.parametrize("overlay", [BASE, DISCOVERY, DRILLS, CLUSTER_RULES], ids=lambda folder: folder.name)
     def test_kubectl_applies_it(api: Api, overlay: Path) -> None:
-        """`kubectl apply -k … --dry-run=server`, as a person does it; the namespace must be there before."""
-        need("kubectl")
-        name = "tocsin-cluster" if overlay == CLUSTER_RULES else "tocsin"
-        made = not api.has_namespace(name)
+        """As a person does it."""
+        kubectl_takes(api, overlay, "cluster-rules" if overlay == CLUSTER_RULES else "base")
+
+    @pytest.mark.parametrize("mixed", MIXED)
+    def test_kubectl_applies_an_overlay_of_ones_own(api: Api, mixed: str, tmp_path: Path) -> None:
+        """With components, as docs/kubernetes.md says: kubectl asks for relative paths."""
+        first, *components = [os.path.relpath(folder, tmp_path.resolve()) for folder in MIXED[mixed]]
+        (tmp_path / "kustomization.yaml").write_text(json.dumps({"resources": [first], "components": components}))
+        kubectl_takes(api, tmp_path, "base")
+
+
+def kubectl_takes(api: Api, folder: Path, of: str) -> None:
+    """`kubectl apply -k … --dry-run=server`; the namespace must be there before."""
+    need("kubectl")
+    name = "tocsin-cluster" if of == "cluster-rules" else "tocsin"
+    made = not api.has_namespace(name)
+    if made:
+        api.cluster.ask("POST", path_of("", "v1", "namespaces"), body=the(ALL[of], "Namespace", name))
+    try:
+        command = [find("kubectl") or "", "--kubeconfig", REAL, "apply", "-k", str(folder), "--dry-run=server"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stderr
+    finally:
         if made:
-            of = ALL["cluster-rules" if overlay == CLUSTER_RULES else "base"]
-            api.cluster.ask("POST", path_of("", "v1", "namespaces"), body=the(of, "Namespace", name))
-        try:
-            command = [find("kubectl") or "", "--kubeconfig", REAL, "apply", "-k", str(overlay), "--dry-run=server"]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-            assert done.returncode == 0, done.stderr
-        finally:
-            if made:
-                api.drop_namespace(name)
+            api.drop_namespace(name)
