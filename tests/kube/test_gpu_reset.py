@@ -15,7 +15,7 @@ from drills.cluster import CORDONED, MERGE, OPT_IN, labels_or, path_of, uid_of
 from drills.faults import gpu_reset
 from drills.faults.gpu_reset import FAULT, OPT_IN_LABEL
 from drills.model import Drill, Refused
-from tests.drills.gpu_scene import ENGINE, IN_USE, STRANGER, UUID, Node
+from tests.drills.gpu_scene import DONE, ENGINE, IN_USE, NODE, PARTIAL, STRANGER, UUID, Node
 from tests.drills.stand_ins import wait_for
 from tests.kube.scene import Api
 from tests.needs import need
@@ -118,11 +118,32 @@ def test_cordoned_evicted_reset_uncordoned(scene: Scene) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("status", "text"), [(255, IN_USE), (0, "")])
-def test_a_failed_reset_uncordons(scene: Scene, status: int, text: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "text", "after", "said"),
+    [
+        (255, IN_USE, None, "not reset: in_use (exit 255)"),
+        (15, PARTIAL, None, "not reset: driver (exit 15)"),
+        (0, "", None, "not reset: unknown (exit 0)"),
+        (None, "", None, "not reset: hang (exit None)"),
+        (0, DONE, {**NODE, "gpus": NODE["gpus"][::-1]}, "back at index 1 (was 0)"),
+        (0, DONE, {**NODE, "gpus": NODE["gpus"][1:]}, f"NVML does not list {UUID}"),
+    ],
+    ids=["in use", "partial", "silent", "hang", "another index", "not back"],
+)
+def test_each_ending_of_a_reset_uncordons(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, status: int | None, text: str, after: Any, said: str
+) -> None:
     """The drill failed, and the node was out of the cluster until Monday."""
-    scene.node.answers(status, text)
-    assert not run(scene)[0]
+    monkeypatch.setattr(gpu_reset, "BACK_WITHIN_S", 1.0)
+    if status is None:
+        monkeypatch.setattr(gpu_reset, "RESET_WITHIN_S", 1.0)
+        (scene.node.folder / "hang").touch()
+    else:
+        scene.node.answers(status, text, after)
+    proven, why = run(scene)
+    assert proven is ("back at" in said)
+    assert said in why
+    assert len([line for line in scene.node.asked() if "reset" in line]) == 1
     assert scene.cordoned() == (False, None)
 
 
