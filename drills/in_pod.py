@@ -44,7 +44,8 @@ def _aimed(drill: Drill, pod: Object, found: Sequence[Object]) -> Drill:
     members = processes_of(uid_of(pod))
     if not members:
         raise Refused(f"{drill.fault}: no process of pod {name} is to be seen here: is this its node, with hostPID?")
-    sandbox = next((one for one in members if proc.stat(one).comm == SANDBOX), members[0])
+    seen = proc.processes()  # one of them may end meanwhile
+    sandbox = next((one for one in members if one in seen and seen[one].comm == SANDBOX), members[0])
     netns = proc.netns_of(sandbox)
     listening = [pid for pid in proc.listeners(port, netns) if pid in members]
     if not listening:
