@@ -6,7 +6,7 @@ ends; another takes an ended one over only after it has itself seen it unchanged
 compared. What a run did is written into the Lease before it does it: a schedule fires once in a fleet.
 
 A Lease that ended with its run's targets still in it is an orphan: its own node undoes it when it comes back, and until
-then nobody takes it.
+then nobody takes it, and one of the others pages.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ HELD = "tocsin.dev/held"  # drill -> its last Mark, as JSON
 REPORTER = "tocsin.dev/orphan-reported-by"
 ANSWER_S = 5.0  # of the API: a renewal that takes longer is tried again
 MAX_TARGETS = 1024  # characters
+ORPHANED_AFTER = 3.0  # its lengths: by then a node that lives has healed what a run left there, and given it back
 STALE = "the fleet's drill lease is not good any more: this process was stopped, or the API was silent, for too long"
 
 
@@ -348,12 +349,12 @@ class Fleet:
                 continue
             return Held(cluster, taken, sent_at, self.node, run, self.pace, self.clock)
 
-    def _has_ended(self, lease: Object, said: Said) -> bool:
+    def _has_ended(self, lease: Object, said: Said, lengths: float = 1.0) -> bool:
         """Whether we ourselves have seen it unchanged for its whole length; each other form of it begins that anew."""
         version, now = str(lease["metadata"]["resourceVersion"]), boot_s()
         if self._seen != version:
             self._seen, self._since = version, now
-        return now - self._since >= max(self.pace.lease_s, said.lease_s)
+        return now - self._since >= lengths * max(self.pace.lease_s, said.lease_s)
 
     def _refuse_gap(self, said: Said, min_gap_s: float) -> None:
         last = max(said.marks.values(), key=lambda mark: mark.at, default=None)
@@ -363,14 +364,8 @@ class Fleet:
 
     def _refuse_orphan(self, cluster: Cluster, lease: Object, said: Said) -> None:
         """An ended Lease whose run had bound itself: its fault may be in, for as long as its node is there."""
-        if not said.targets:
+        if not said.targets or _is_gone(cluster, said.node):
             return
-        try:
-            if cluster.node(said.node) is None:
-                return  # what was on it is gone with it
-        except ClusterError as error:
-            if error.code != HTTPStatus.FORBIDDEN:
-                raise
         if not said.reporter:  # one pages for it
             cluster.put_lease(changed(lease, {REPORTER: self.node}))
         raise Refused(orphan_text(said))
@@ -400,21 +395,46 @@ class Fleet:
     def tidy(self, is_over: Callable[[], bool]) -> Said | None:
         """Give back what a run of this node left when it was cut off, once nothing of it is left here (`is_over`).
 
-        Asked from time to time: one that has not been seen to end is left alone, whose ever it is. What the Lease says
-        afterwards; None where there is none. Raises ClusterError.
+        Another node's that is an orphan by now gets us as its reporter, where it has none: the next drill may be a
+        month away. Asked from time to time: one that has not been seen to end is left alone, whose ever it is. What the
+        Lease says afterwards; None where there is none. Raises ClusterError.
         """
         with Cluster(answer_s=ANSWER_S) as cluster:
             lease = cluster.lease(cluster.namespace, NAME)
             if lease is None:
                 return None
             said = said_of(lease)
-            if said.node != self.node or not self._has_ended(lease, said) or not is_over():
+            if said.node not in ("", self.node):
+                return self._reported(cluster, lease, said)
+            if not said.node or not self._has_ended(lease, said) or not is_over():
                 return said
             marks = {drill: replace(mark, verdict=str(Verdict.ABORTED)) if mark.run == said.run and not mark.verdict
                      else mark for drill, mark in said.marks.items()}
             notes = {RUN: None, TARGETS: None, REPORTER: None, HELD: _text_of(marks)}
             log.info("lease_given_back", run=said.run)
             return said_of(cluster.put_lease(changed(lease, notes, holderIdentity=None)))
+
+    def _reported(self, cluster: Cluster, lease: Object, said: Said) -> Said:
+        """Another node's Lease, with us as the one that pages where its node does not come back."""
+        may_be = said.targets and not said.reporter and self._has_ended(lease, said, ORPHANED_AFTER)
+        if not may_be or _is_gone(cluster, said.node):
+            return said
+        try:
+            return said_of(cluster.put_lease(changed(lease, {REPORTER: self.node})))
+        except ClusterError as error:
+            if error.code != HTTPStatus.CONFLICT:
+                raise
+            return said  # another one was faster, or its node is back
+
+
+def _is_gone(cluster: Cluster, node: str) -> bool:
+    """Whether the cluster has no such node any more: what was on it is gone with it. Raises ClusterError."""
+    try:
+        return cluster.node(node) is None
+    except ClusterError as error:
+        if error.code != HTTPStatus.FORBIDDEN:
+            raise
+        return False
 
 
 def refuse_held(lease: Mapping[str, Any], drill: str, due_at: float) -> None:

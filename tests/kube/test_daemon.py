@@ -135,6 +135,42 @@ def test_the_finder_pages_for_a_dead_node(
     assert told[1:] == [("run-1", "")]
 
 
+def test_an_orphan_is_paged_for_before_the_next_drill(
+    api: Api, tmp_path: Path, told: list[tuple[str, str]], later: Callable[[float], None]
+) -> None:
+    """For all other nodes it was held elsewhere, none asked for the lease, and the fault was found a month later."""
+    dead, first, second = api.node(), drilld(tmp_path, "n2"), drilld(tmp_path, "n3")
+    hold(dead)
+    for daemon in (first, second):
+        assert daemon.run_due(KILL, "kill-1", DUE)[0] is Verdict.DEFERRED
+        daemon.tidy_lease()
+    later(2.9 * PACE.lease_s)  # its own node may be healing it
+    first.tidy_lease()
+    assert told == []
+    later(0.2 * PACE.lease_s)
+    for daemon in (first, second, first):
+        daemon.tidy_lease()
+    assert now(api).reporter == "n2"
+    assert {run for run, _ in told} == {"run-1"}
+    assert f"run run-1 of node {dead} is ORPHANED (GPU-7)" in told[0][1]
+
+
+def test_a_run_that_goes_on_is_no_orphan(api: Api, tmp_path: Path, later: Callable[[float], None]) -> None:
+    """It renews; and one whose node is gone from the cluster has nothing left to undo."""
+    here, held = drilld(tmp_path, "n2"), Fleet(api.node(), pace=PACE).take("run-1", "kill", None)
+    for number in range(8):
+        held.bind("kill", DUE, [f"GPU-{number}"])
+        here.tidy_lease()
+        later(0.8 * PACE.lease_s)
+    assert now(api).reporter == ""
+    held.release("kill", Verdict.PASS)
+    hold("gone")
+    for _ in range(2):
+        here.tidy_lease()
+        later(4 * PACE.lease_s)
+    assert (now(api).node, now(api).reporter) == ("gone", "")
+
+
 def test_on_a_host_without_kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks nobody."""
     monkeypatch.delenv("KUBECONFIG", raising=False)
