@@ -2,9 +2,10 @@
 
     python -m bench.hardware [--seconds 60] [--lines 20]      (from the repository's root: it builds tests' stand-in)
 
-The GPUs are the C stand-in's, which answers every call; the driver's own time is not in the numbers. Lines are written
-to a file that stands for the kernel log, each a moment after the last; the latency is from the write to the alert on
-the agent's socket, asked every 5 ms. Prints `name value unit goal ok|short`; exits 1 when short.
+Then the same GPUs in seven MIG slices each. The GPUs are the C stand-in's, which answers every call; the driver's own
+time is not in the numbers. Lines are written to a file that stands for the kernel log, each a moment after the last;
+the latency is from the write to the alert on the agent's socket, asked every 5 ms. Prints `name value unit goal
+ok|short`; exits 1 when short.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from bench.cost import cpu_s, peak_mib
 from tests.agent_process import AgentProcess
@@ -47,6 +49,21 @@ def latency_s(agent: AgentProcess, log: Path, n: int) -> float:
     return time.monotonic() - began
 
 
+def slices(gpu: int) -> dict[str, Any]:
+    """A GPU in as many MIG instances as it can have, each with a process."""
+    return {"mig": 1, "utilization": None, "mig_instances": [
+        {"gi": gi, "ci": 0, "uuid": f"MIG-{gpu}-{gi}", "name": "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+         "memory": {"total": 10 << 30, "used": 4 << 30}, "processes": {str(1000 + 10 * gpu + gi): 1}}
+        for gi in range(7, 14)]}
+
+
+def cpu_percent(agent: AgentProcess, seconds: float) -> float:
+    """Of one core, over so many seconds."""
+    before = cpu_s(agent.pid())
+    time.sleep(seconds)
+    return 100 * (cpu_s(agent.pid()) - before) / seconds
+
+
 def storm_s(agent: AgentProcess, log: Path) -> float:
     """Until 800,000 equal lines are counted."""
     line = "3,1,1,-;NVRM: Xid (PCI:0000:1b:00): 74, pid=1, name=a, NVLink: fatal error detected on link 1(0x0)\n"
@@ -74,18 +91,21 @@ def main() -> int:
         env = {"LD_LIBRARY_PATH": str(build()), "TOCSIN_FAKE_NVML": str(scenario)}
         with AgentProcess(folder / "agent", config, env) as agent:
             time.sleep(WARM_UP_S)
-            before = cpu_s(agent.pid())
-            time.sleep(args.seconds)
-            cpu = 100 * (cpu_s(agent.pid()) - before) / args.seconds
+            cpu = cpu_percent(agent, args.seconds)
             waits = [latency_s(agent, log, n) for n in range(args.lines)]
             before_mib = peak_mib(agent.pid())
             storm = storm_s(agent, log)
             after_mib = peak_mib(agent.pid())
+            write_scenario(scenario, gpus(8, **{f"gpu{n}": slices(n) for n in range(8)}))
+            time.sleep(WARM_UP_S)
+            mig_cpu, mig_mib = cpu_percent(agent, args.seconds), peak_mib(agent.pid())
     rows = (("hardware_cpu", cpu, "percent_of_a_core", GOAL_CPU_PERCENT),
             ("hardware_memory", before_mib, "MiB", GOAL_MEMORY_MIB),
             ("xid_alert_median", statistics.median(waits), "s", GOAL_ALERT_S),
             ("xid_alert_worst", max(waits), "s", GOAL_ALERT_S),
-            ("storm_memory", after_mib, "MiB", GOAL_MEMORY_MIB))
+            ("storm_memory", after_mib, "MiB", GOAL_MEMORY_MIB),
+            ("mig_cpu", mig_cpu, "percent_of_a_core", GOAL_CPU_PERCENT),
+            ("mig_memory", mig_mib, "MiB", GOAL_MEMORY_MIB))
     short = False
     for what, value, unit, goal in rows:
         short = short or value > goal
