@@ -125,7 +125,14 @@ STATE: tuple[Group, ...] = (
     ),
     Group(("gpu_nvlink_up", "gpu_nvlink_count"), (Way("nvmlDeviceGetNvLinkState", _nvlinks),)),
     _field("gpu_nvlink_replays", values.NVLINK_REPLAYS, "NVLink replays"),
-    _field("gpu_nvlink_recoveries", values.NVLINK_RECOVERIES, "NVLink recoveries"),
+    Group(
+        ("gpu_nvlink_recoveries",),
+        (
+            Way("field 59 (NVLink recoveries)", lambda r: (r.field(values.NVLINK_RECOVERIES),)),
+            Way("field 215 (NVLink5 recoveries)", lambda r: (r.field_of_all_links(values.NVLINK5_RECOVERIES),)),
+        ),
+        wide=True,
+    ),
     Group(("gpu_nvlink_crc",), (Way("fields 38 and 45 (NVLink CRC)", _crc),), wide=True),
     Group(("gpu_fabric", "gpu_fabric_status"), (Way("nvmlDeviceGetGpuFabricInfo", _fabric),)),
     _call("gpu_persistence", "nvmlDeviceGetPersistenceMode"),

@@ -80,6 +80,8 @@ ECC_CORRECTED, ECC_UNCORRECTED, ECC_CORRECTED_EVER, ECC_UNCORRECTED_EVER = (Fiel
 RETIRED_CORRECTED, RETIRED_UNCORRECTED, RETIRED_PENDING = Field(29), Field(30), Field(31)
 NVLINK_CRC_FLIT, NVLINK_CRC_DATA, NVLINK_REPLAYS, NVLINK_RECOVERIES = (Field(n) for n in (38, 45, 52, 59))
 MEMORY_TEMP, PCIE_REPLAYS = Field(82), Field(94)
+NVLINK5_RECOVERIES = Field(215)  # NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS, which NVLink5 has instead of 59
+ALL_LINKS = 0xFFFFFFFF  # scope of the fields that NVLink5 counts by link
 FIELDS: Mapping[int, Field] = {
     f.id: f
     for f in (
@@ -107,6 +109,16 @@ class Reader:
     def field(self, wanted: Field) -> float:
         value = self.fields.get(wanted.id)
         if value is None:
+            raise UnsupportedError
+        if isinstance(value, pynvml.NVMLError):
+            raise value
+        return value
+
+    def field_of_all_links(self, wanted: Field) -> float:
+        """A field of NVLink5 over all links. Asked by itself: GB200 refuses these beside others."""
+        (told,) = self.call("nvmlDeviceGetFieldValues", [(wanted.id, ALL_LINKS)])
+        value = _field_value(told, wanted)
+        if _is_unsupported_field(value):
             raise UnsupportedError
         if isinstance(value, pynvml.NVMLError):
             raise value
@@ -414,7 +426,7 @@ def _fetch_fields(reader: Reader, gpu: Gpu) -> None:
     for ids in parts:
         try:
             for told in reader.call("nvmlDeviceGetFieldValues", ids):
-                reader.fields[told.fieldId] = _field_value(told)
+                reader.fields[told.fieldId] = _field_value(told, FIELDS[told.fieldId])
         except pynvml.NVMLError as error:
             if error.value in STALE or CODES.get(error.value) is Why.LOST:
                 raise
@@ -429,10 +441,10 @@ def _fetch_fields(reader: Reader, gpu: Gpu) -> None:
             reader.fields.pop(f, None)
 
 
-def _field_value(told: Any) -> float | pynvml.NVMLError:
+def _field_value(told: Any, wanted: Field) -> float | pynvml.NVMLError:
     if told.nvmlReturn != pynvml.NVML_SUCCESS:
         return pynvml.NVMLError(told.nvmlReturn)
-    if FIELDS[told.fieldId].signed:
+    if wanted.signed:
         return int(told.value.siVal)
     if not 0 <= told.valueType < len(_MEMBERS):
         return pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)

@@ -693,6 +693,7 @@ static const struct {
     {186, "power_w", 1000, UNSIGNED_INT},
     {190, "power_limit_w", 1000, UNSIGNED_INT},
     {194, "slowdown_tlimit", 1, SIGNED_INT},
+    {215, "nvlink5_recoveries", 1, UNSIGNED_LONG_LONG},
     {230, "recovery_action", 1, UNSIGNED_INT},
 };
 
@@ -722,6 +723,7 @@ static void answer_field(const Call *call, FieldValue *out) {
     out->code = NOT_SUPPORTED;
     out->timestamp_us = (int64_t)(clock_s(CLOCK_REALTIME) * 1e6);
     out->latency_us = 0;
+    if (out->field == 215 && out->scope != UINT32_MAX) return; /* it is counted by link; this is how to ask for all */
     const Json *told = find(call, "fields", id);
     if (told != NULL) {
         if (number_of(json_get(told, "error"), call->at_s, &n) && n.number != 0) out->code = (int)n.number;

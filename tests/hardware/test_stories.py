@@ -183,13 +183,15 @@ def test_nvlink_that_was_never_up_is_not_down(tell: Tell) -> None:
     assert other.verdict(2)["text"] == "NVLink down: 1 fewer links than its neighbours have; 17 are up"
 
 
-def test_a_link_that_recovers_again_and_again(tell: Tell) -> None:
-    """505 recoveries in the five days before it failed for good, and no dashboard had the counter."""
-    story = tell(gpus(), poll_s=30.0)
+@pytest.mark.parametrize("counter", ["nvlink_recoveries", "nvlink5_recoveries"])
+def test_a_link_that_recovers_again_and_again(tell: Tell, counter: str) -> None:
+    """505 recoveries in the five days before it failed for good (NVLink5), and no dashboard had the counter."""
+    card = {k: v for k, v in H100.items() if k != "nvlink_recoveries"} | {counter: 1}
+    story = tell({**gpus(), "defaults": card}, poll_s=30.0)
     story.run(300)
     fired = []
     for n in range(4):
-        story.reader.play(gpus(gpu2={"nvlink_recoveries": 2 + n}))
+        story.reader.play({**gpus(gpu2={counter: 2 + n}), "defaults": card})
         fired += story.run(60)
     assert fired == [("firing", "gpu-nvlink-recovery")]
     assert story.run(4000) == [("resolved", "gpu-nvlink-recovery")]
