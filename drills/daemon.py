@@ -255,8 +255,8 @@ class Daemon:
         except (ClusterError, Refused, OSError) as error:
             log.warning("lease_not_looked_at", error=str(error))
             return
-        orphan = said is not None and said.node not in ("", fleet.node) and said.reporter == fleet.node
-        if orphan and said is not None:
+        # Without targets a person has let it go, as the page says how.
+        if said is not None and said.targets and said.node not in ("", fleet.node) and said.reporter == fleet.node:
             left = Left(lease.orphan_text(said), f"kubectl get node {said.node}")
             tell.orphaned(self.config.socket, said.run, [left])
             self.orphan_told = said.run

@@ -91,6 +91,7 @@ class Said:
     lease_s: float
     marks: Mapping[str, Mark]
     reporter: str
+    namespace: str
 
     @property
     def fence(self) -> tuple[str, int]:
@@ -106,7 +107,7 @@ def said_of(lease: Mapping[str, Any]) -> Said:
     spec, notes = lease.get("spec") or {}, labels_or(lease, "annotations")
     return Said(uid_of(lease), int(spec.get("leaseTransitions") or 0), str(spec.get("holderIdentity") or ""),
                 notes.get(RUN, ""), notes.get(TARGETS, ""), float(spec.get("leaseDurationSeconds") or 0),
-                marks_of(notes.get(HELD, "")), notes.get(REPORTER, ""))
+                marks_of(notes.get(HELD, "")), notes.get(REPORTER, ""), str(lease["metadata"].get("namespace", "")))
 
 
 def marks_of(text: str) -> dict[str, Mark]:
@@ -446,7 +447,7 @@ def refuse_held(lease: Mapping[str, Any], drill: str, due_at: float) -> None:
 
 def orphan_text(said: Said) -> str:
     """What is known of a run whose node is away, and what ends it."""
-    let_go = f"kubectl annotate lease -n NAMESPACE {NAME} {RUN}- {TARGETS}-"
+    let_go = f"kubectl annotate lease -n {said.namespace} {NAME} {RUN}- {TARGETS}-"
     back = f"its node undoes it when it is back; where a person has, `{let_go}`"
     return f"run {said.run} of node {said.node} is ORPHANED ({said.targets}): {back}"
 

@@ -12,6 +12,7 @@ import pytest
 
 from agent.config import Config
 from drills import lease, lock, tell
+from drills.cluster import MERGE, path_of
 from drills.daemon import Daemon
 from drills.lease import Fleet, Pace
 from drills.ledger import Ledger
@@ -153,6 +154,14 @@ def test_an_orphan_is_paged_for_before_the_next_drill(
     assert now(api).reporter == "n2"
     assert {run for run, _ in told} == {"run-1"}
     assert f"run run-1 of node {dead} is ORPHANED (GPU-7)" in told[0][1]
+    # Its node never comes back, and a person has looked: as the page says, word for word.
+    words = told[0][1].partition("`kubectl annotate lease -n ")[2].partition("`")[0].split()
+    assert words[:2] == [api.namespace, lease.NAME]
+    change = {"metadata": {"annotations": {word.removesuffix("-"): None for word in words[2:]}}}
+    path = path_of("coordination.k8s.io", "v1", "leases", api.namespace, lease.NAME)
+    api.cluster.ask("PATCH", path, body=change, headers=MERGE)
+    first.tidy_lease()
+    assert told[-1] == ("run-1", "")
 
 
 def test_a_run_that_goes_on_is_no_orphan(api: Api, tmp_path: Path, later: Callable[[float], None]) -> None:
