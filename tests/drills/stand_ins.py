@@ -79,6 +79,20 @@ def engine(folder: Path) -> Iterator[Engine]:
 
 
 @contextmanager
+def streaming(port: int) -> Iterator[subprocess.Popen[str]]:
+    """An engine of two processes (streaming_engine.py) on loopback, once it listens."""
+    words = ["--host", "127.0.0.1", "--port", str(port)]
+    with subprocess.Popen([sys.executable, "-m", "tests.drills.streaming_engine", *words], cwd=ROOT,
+                          stdout=subprocess.PIPE, text=True) as process:  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
 def tmpfs(folder: Path, size: str) -> Iterator[Path]:
     """A small file system of its own, as root."""
     from tests.needs import need  # which has pytest in it, and a runner has not

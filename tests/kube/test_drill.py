@@ -18,7 +18,7 @@ import pytest
 from drills import lease, ledger, pods
 from drills.lease import said_of
 from tests.agent_process import ROOT, AgentProcess
-from tests.drills.stand_ins import tmpfs, wait_for
+from tests.drills.stand_ins import streaming, tmpfs, wait_for
 from tests.kube.kubelet import Workload
 from tests.kube.scene import SELECTOR, Api
 from tests.needs import find, need
@@ -184,7 +184,7 @@ def test_a_runner_that_is_stopped_past_its_lease(api: Api, tmp_path: Path, free_
     node, ports = api.node(), [free_port(), free_port()]
     with tmpfs(tmp_path / "disk", "48m") as disk, ExitStack() as stack:
         for port in ports:
-            stack.enter_context(engine(port))
+            stack.enter_context(streaming(port))
         target, none = {"path": str(disk)}, dict.fromkeys(("goodput", "ttft_p99", "itl_p99", "error_ratio"))
         drill = {"name": "full", "fault": "disk-full", "target": target, "params": {"leave": "4MiB"}, "for": "200s",
                  "baseline": "1s", "recovery": "2s", "holds": none}  # fmt: skip
@@ -222,17 +222,3 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
         yield
     finally:
         process.kill()
-
-
-@contextmanager
-def engine(port: int) -> Iterator[None]:
-    """An engine of the node's configuration."""
-    words = ["--host", "127.0.0.1", "--port", str(port)]
-    with subprocess.Popen([sys.executable, "-m", "tests.drills.streaming_engine", *words], cwd=ROOT,
-                          stdout=subprocess.PIPE, text=True) as process:  # fmt: skip
-        assert process.stdout is not None
-        process.stdout.readline()
-        try:
-            yield
-        finally:
-            process.kill()

@@ -17,7 +17,7 @@ from drills.faults.packet_loss import FAULT as LOSS
 from drills.faults.process_kill import FAULT as KILL
 from drills.model import Drill, Refused
 from tests.drills.netns import NEEDS, lab
-from tests.drills.stand_ins import ROOT, arm, new_run, wait_for
+from tests.drills.stand_ins import arm, new_run, streaming, wait_for
 from tests.kube.scene import SELECTOR, Api
 from tests.needs import need
 
@@ -57,15 +57,8 @@ def pause(tmp_path: Path) -> Path:
 def engine(free_port: Callable[[], int]) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """An engine, and its port."""
     port = free_port()
-    words = ["--host", "127.0.0.1", "--port", str(port)]
-    with subprocess.Popen([sys.executable, "-m", "tests.drills.streaming_engine", *words], cwd=ROOT,
-                          stdout=subprocess.PIPE, text=True) as process:  # fmt: skip
-        assert process.stdout is not None
-        process.stdout.readline()
-        try:
-            yield process, port
-        finally:
-            process.kill()
+    with streaming(port) as process:
+        yield process, port
 
 
 def drill(api: Api, fault: str = "process-kill", **target: Any) -> Drill:
