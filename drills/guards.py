@@ -17,10 +17,10 @@ from typing import Any, Generic, TypeVar
 
 import requests
 
-from agent import client
+from agent import client, silences
 from agent.config import Config, DrillGuards
 from agent.strict import duration_s
-from drills import cron, lock, watch
+from drills import cron, lock, tell, watch
 from drills.faults import packet_loss
 from drills.ledger import LEDGER
 from drills.model import Drill, Plan
@@ -80,6 +80,7 @@ class Facts:
     ledger: Fact[str]  # "" where it can be written, else why not
     pages: Fact[Sequence[str]]  # that fire here
     alertmanager: Fact[Sequence[str]]  # that fire there
+    silences: Fact[Sequence[str]]  # that hold, and mute what the drill announces or all of the node
     stale: Fact[Sequence[str]]  # what is told too late
     healthy: Fact[int]  # replicas that answer
     budget: Fact[Budget]
@@ -184,6 +185,12 @@ def _alertmanager(drill: Drill, plan: Plan, facts: Facts) -> Said:
     return _known(facts.alertmanager, lambda firing: _none_of(firing, "fires in Alertmanager", quiet))
 
 
+def _silences(drill: Drill, plan: Plan, facts: Facts) -> Said:
+    del drill, plan
+    quiet = "none mutes what this drill announces"
+    return _known(facts.silences, lambda muting: _none_of(muting, "", quiet))
+
+
 def _telemetry(drill: Drill, plan: Plan, facts: Facts) -> Said:
     del drill, plan
     return _known(facts.stale, lambda stale: _none_of(stale, "", "fresh"))
@@ -263,6 +270,7 @@ BEFORE: Mapping[str, Callable[[Drill, Plan, Facts], Said]] = {
     "ledger": _ledger,
     "pages": _pages,
     "Alertmanager": _alertmanager,
+    "silences": _silences,
     "telemetry": _telemetry,
     "healthy replicas": _replicas,
     "blast radius": _blast,
@@ -343,6 +351,7 @@ def collect(
         ledger=_found(lambda: unwritable(root / lock.RUNS / run)),
         pages=_found(lambda: pages_of(client.ask(config.socket, "/alerts?resolved=0"))),
         alertmanager=_found(lambda: [page for url in alertmanagers(config) for page in pages_at(url)]),
+        silences=_then(checked, lambda told: muting(told, drill, drill.expects or plan.expects, config.node)),
         stale=_then(checked, lambda told: stale_of(told, drill, now, stale_limit_s(config))),
         healthy=_found(lambda: healthy_engines(config) if ready is None else int(ready)),
         budget=_then(checked, lambda told: budget_of(told, config.slo.window)),
@@ -477,6 +486,23 @@ def away(checked: Mapping[str, Any], drill: Drill) -> int:
     engine = drill.target.get("engine")
     hit = 0 if drill.target.get("path") is not None else 1  # a full disk takes no replica away
     return len(gone | {str(engine)}) if engine is not None else len(gone) + hit
+
+
+def muting(checked: Mapping[str, Any], drill: Drill, announced: Sequence[str], node: str | None) -> list[str]:
+    """Silences that hold, by the agent's check, and under which nobody would hear of an announced alert.
+
+    A maintenance always counts: somebody works on this node.
+    """
+    subjects = tell.subjects_of(drill, node)
+    return [f"silence {one.id} mutes {one}" for one in silences.from_plain(checked["silences"])
+            if (one.rule, one.subject) == (silences.ALL, silences.ALL)
+            or any(_mutes(one, rule, subjects) for rule in announced)]
+
+
+def _mutes(one: silences.Silence, rule: str, subjects: Sequence[str] | None) -> bool:
+    """Whether a silence covers an alert of a rule on one of the subjects, or on a part of it."""
+    return one.covers(rule, one.subject) and (subjects is None or any(
+        one.covers(rule, subject) or one.subject.startswith(f"{subject}/") for subject in subjects))
 
 
 def stale_of(checked: Mapping[str, Any], drill: Drill, now: float, limit_s: float) -> list[str]:

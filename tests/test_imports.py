@@ -197,7 +197,7 @@ MAY_IMPORT: dict[str, Row] = {
         " agent.notifiers.trial agent.oneshot agent.postmortem agent.record agent.release_watch agent.show"
         " agent.signals agent.silences agent.sources.nvml agent.strict agent.watch agent.words drills drills.cli"
         " drills.config rules rules.alertmanager rules.prometheus",
-        "msgspec os pathlib shlex signal sys threading typer",
+        "msgspec os pathlib shlex shutil signal sys threading typer",
     ),
     "runbooks": Row(),
     # The drills. What they may know of the agent: AGENT_FOR_DRILLS.
@@ -216,8 +216,8 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.cron": Row("agent agent.daytime agent.strict drills.model", "cronsim zoneinfo"),
     "drills.config": Row("agent agent.config agent.daytime agent.model agent.strict drills drills.cron drills.model"),
     "drills.guards": Row(
-        "agent.client agent.config agent.strict drills drills.cron drills.faults drills.faults.packet_loss"
-        " drills.ledger drills.lock drills.model drills.targets drills.watch",
+        "agent agent.client agent.config agent.silences agent.strict drills drills.cron drills.faults"
+        " drills.faults.packet_loss drills.ledger drills.lock drills.model drills.targets drills.tell drills.watch",
         "concurrent http os pathlib requests",
     ),
     "drills.schedule": Row("drills drills.cron drills.ledger drills.lock drills.model drills.owner", WORLD),
@@ -297,7 +297,7 @@ MAY_IMPORT: dict[str, Row] = {
 # written with; never its inside.
 AGENT_FOR_DRILLS = {
     "agent", "agent.client", "agent.config", "agent.daytime", "agent.escape", "agent.forms", "agent.model",
-    "agent.retry_after", "agent.sdnotify", "agent.signals", "agent.strict",
+    "agent.retry_after", "agent.sdnotify", "agent.signals", "agent.silences", "agent.strict",
 }
 # The one module that speaks to Kubernetes, for both: imports nothing of ours, and loads its library where it is used.
 CLUSTER_FOR_AGENT = {"drills", "drills.cluster"}

@@ -37,6 +37,7 @@ FACTS = Facts(
     ledger=Fact(""),
     pages=Fact([]),
     alertmanager=Fact([]),
+    silences=Fact([]),
     stale=Fact([]),
     healthy=Fact(2),
     budget=Fact(Budget(0.8, 7200.0, "llama")),
@@ -53,7 +54,7 @@ def noes(drill: Drill = DRILL, plan: Plan = PLAN, facts: Facts = FACTS) -> dict[
 def test_all_say_yes() -> None:
     """On a quiet node, in its window, with two healthy replicas, nothing holds a drill up."""
     assert noes() == {}
-    assert len(guards.before(DRILL, PLAN, FACTS)) == 14
+    assert len(guards.before(DRILL, PLAN, FACTS)) == 15
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,7 @@ def test_all_say_yes() -> None:
         ("ledger", {}, {}, {"ledger": Fact("the disk of /x is full")}, "the disk of /x is full"),
         ("pages", {}, {}, {"pages": Fact(["engine-down on a"])}, "engine-down on a fires on this node"),
         ("Alertmanager", {}, {}, {"alertmanager": Fact(["x on b"])}, "x on b fires in Alertmanager"),
+        ("silences", {}, {}, {"silences": Fact(["silence 3 mutes all of this node, until"])}, "silence 3 mutes all of"),
         ("telemetry", {}, {}, {"stale": Fact(["what the agent tells of a is 40 s old"])}, "of a is 40 s old"),
         ("healthy replicas", {}, {}, {"healthy": Fact(1)}, "1 of 2 replicas are healthy, 0 after the fault; at"),
         ("healthy replicas", {}, {}, {"replicas": 3}, "2 of 3 replicas are healthy, 1 after the fault; at least 2"),
@@ -101,6 +103,7 @@ def test_each_guard_says_no_and_nothing_else_does(
         ("ledger", "ledger"),
         ("pages", "pages"),
         ("alertmanager", "Alertmanager"),
+        ("silences", "silences"),
         ("stale", "telemetry"),
         ("healthy", "healthy replicas"),
         ("budget", "error budget"),
@@ -199,6 +202,31 @@ def test_what_the_agent_tells_may_be_too_old(checked: Mapping[str, Any], said: l
     assert guards.stale_of(checked, DRILL, NOW, 30.0) == said
 
 
+def held(rule: str, subject: str) -> dict[str, Any]:
+    """A silence as the agent's check tells it, until an hour from now."""
+    return {"id": 3, "rule": rule, "subject": subject, "since": NOW, "until": NOW + 3600, "why": "new driver",
+            "by": "anna", "ended_by": None, "mutes": [], "text": "…"}
+
+
+@pytest.mark.parametrize(("rule", "subject", "mutes"), [
+    ("*", "*", True), ("engine-stopped", "*", True), ("engine-*", "llama", True), ("engine-stopped", "llama/1", True),
+    ("engine-stopped", "qwen", False), ("engine-stopped", "llama-2", False), ("gpu-temperature", "*", False),
+    ("*", "GPU-8f6a", False),
+])
+def test_a_silence_under_which_nobody_would_hear_of_the_drill(rule: str, subject: str, mutes: bool) -> None:
+    """The drill of the month was held in a maintenance, and its report said that the page had not been delivered."""
+    found = guards.muting({"silences": [held(rule, subject)]}, DRILL, ["engine-stopped"], "gpu-17")
+
+    assert bool(found) is mutes
+
+
+def test_a_maintenance_holds_up_a_drill_that_announces_nothing_too() -> None:
+    """Somebody works on the node; a silence of one rule is no reason then."""
+    assert guards.muting({"silences": [held("engine-*", "*")]}, DRILL, [], None) == []
+    assert guards.muting({"silences": [held("*", "*")]}, DRILL, [], None) == [
+        "silence 3 mutes all of this node, until 2026-11-30 00:33 UTC by anna: new driver"]
+
+
 class Agent(socketserver.ThreadingUnixStreamServer):
     """A unix socket that answers JSON by path."""
 
@@ -225,7 +253,7 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
     server = Agent(str(tmp_path / "agent.sock"), _Handler)
     rows = [row("engine-down", "llama", "BREACH"), burn("llama", burn_3d=1.0, watched_s=7200.0)]
     server.answers = {
-        "/check": {"at": NOW - 2, "signals": rows},
+        "/check": {"at": NOW - 2, "signals": rows, "silences": [held("*", "*")]},
         "/alerts?resolved=0": [
             {"rule": "engine-down", "subject": "llama", "state": "firing", "severity": "page"},
             {"rule": "blind", "subject": "llama", "state": "firing", "severity": "ticket"},
@@ -272,6 +300,7 @@ def test_facts_are_looked_up_in_the_world(agent: Agent, tmp_path: Path, monkeypa
         ledger=Fact(""),
         pages=Fact(["engine-down on llama"]),
         alertmanager=Fact(["PodDown on pod-3"]),
+        silences=Fact(["silence 3 mutes all of this node, until 2026-11-30 00:33 UTC by anna: new driver"]),
         stale=Fact([]),
         healthy=Fact(1),
         budget=Fact(Budget(0.9, 7200.0, "llama")),
@@ -305,7 +334,8 @@ def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     found = noes(facts=facts)
 
     assert sorted(found) == [
-        "Alertmanager", "error budget", "healthy replicas", "lever file", "lock", "pages", "rehearsal", "telemetry"
+        "Alertmanager", "error budget", "healthy replicas", "lever file", "lock", "pages", "rehearsal", "silences",
+        "telemetry",
     ]  # fmt: skip
     assert "no agent answers on" in found["telemetry"]
     assert "name the engines of this node under engines" in found["healthy replicas"]
