@@ -106,6 +106,7 @@ class Group:
     errors: float = 0.0
     answered_at: float | None = None  # when one of them last answered
     since: float | None = None  # when the watch began
+    silent: Sequence[float | None] = ()  # when each of those that do not answer last did
     latencies: Mapping[str, Buckets] = field(default_factory=dict)
     business: Sequence[tuple[float, float | None]] = ()  # (when, the number)
 
@@ -120,11 +121,13 @@ def group(tallies: Sequence[Tally], business: Sequence[tuple[float, float | None
                                    for name in ("http", "finished", "rejections"))
         failed, n, _ = errors_among(http, finished, sum(refused.values()))
         requests, errors = requests + n, errors + failed
-    told = [one.answered_at for one in tallies if one.answered_at is not None]
+    last = [one.answered_at for one in tallies]
+    told = [at for at in last if at is not None]
+    silent = [at for at in last if at is None or at <= now - late_s]
     return Group(
-        len(tallies), sum(at > now - late_s for at in told), sum(one.scrapes for one in tallies),
+        len(tallies), len(tallies) - len(silent), sum(one.scrapes for one in tallies),
         sum(one.missed for one in tallies), sum(one.restarts for one in tallies), requests, errors,
-        max(told, default=None), since, {name: _histogram(tallies, name) for name in LATENCIES}, business)
+        max(told, default=None), since, silent, {name: _histogram(tallies, name) for name in LATENCIES}, business)
 
 
 def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -189,11 +192,24 @@ def down_row(old: Group, new: Group, now: float) -> Row:
         return Row("answers", "BAD" if is_late else "UNKNOWN", *texts, said)
     silent_s = now - new.answered_at
     if silent_s <= DOWN_S:
-        return Row("answers", "OK", *texts)
+        return _each_answers(old, new, now, texts)
     said = f"no engine of the new group has answered for {span(round(silent_s))}"
     if old.answering:
         return Row("answers", "BAD", *texts, said)
     return Row("answers", "UNKNOWN", *texts, f"{said}, nor does the old one: it may be our way to them")
+
+
+def _each_answers(old: Group, new: Group, now: float, texts: tuple[str, str, str]) -> Row:
+    """An engine that is gone serves nobody either, but may be loading its weights anew: it has as long as a new one."""
+    if not new.silent:
+        return Row("answers", "OK", *texts)
+    longest_s = max(now - (at if at is not None else new.since if new.since is not None else now) for at in new.silent)
+    said = f"{len(new.silent)} of {new.engines} engines of the new group not heard of for {span(round(longest_s))}"
+    if longest_s <= NEVER_S:
+        return Row("answers", "UNKNOWN", *texts, said)
+    if old.silent:
+        return Row("answers", "UNKNOWN", *texts, f"{said}, and of the old one {len(old.silent)} of {old.engines}")
+    return Row("answers", "BAD", *texts, said)
 
 
 def latency_row(name: str, old: Group, new: Group, slo: Slo, sure: Certainty) -> Row:
@@ -222,7 +238,8 @@ def latency_row(name: str, old: Group, new: Group, slo: Slo, sure: Certainty) ->
         return row("OK")
     inside = "" if mine.certain == mine.possible else \
         f"; the limit lies inside a bucket, {span(mine.low_bound)} to {span(mine.high_bound)}"
-    return row("UNKNOWN", f"{mine.certain:.0f} to {mine.possible:.0f} of {mine.n:.0f} are over it: not decided{inside}")
+    over = f"{mine.certain:.0f}" if mine.certain == mine.possible else f"{mine.certain:.0f} to {mine.possible:.0f}"
+    return row("UNKNOWN", f"{over} of {mine.n:.0f} over it: not decided{inside}")
 
 
 def error_row(old: Group, new: Group, sure: Certainty) -> Row:
@@ -309,9 +326,11 @@ def ratio_bounds(pairs: Sequence[tuple[float, float]], t: float) -> tuple[float,
 # --- telling ----------------------------------------------------------------------------------------------------------
 
 
-def notes(old: Group, new: Group) -> list[str]:
+def notes(old: Group, new: Group, slo: Slo) -> list[str]:
     """What a person should know beside the verdict."""
-    said = []
+    said = [] if slo.written else ["no `slo:` is written: judged by the defaults; --slo ttft_p99=500ms names yours"]
+    if old.engines and not old.answering:
+        said.append("no engine of the old group answers: the new one is judged by its limits alone")
     if old.requests and new.requests and old.engines and new.engines:
         ours, theirs = new.requests / new.engines, old.requests / old.engines
         if ours < TINY_LOAD * theirs:
@@ -339,7 +358,7 @@ def progress_of(new: Group) -> float:
 def told(one: Group) -> dict[str, Any]:
     """A group as JSON tells it."""
     plain = asdict(one)
-    del plain["business"], plain["latencies"], plain["answered_at"], plain["since"]
+    del plain["business"], plain["latencies"], plain["answered_at"], plain["since"], plain["silent"]
     return plain | {f"{name}_p99_s": quantile(0.99, buckets) for name, buckets in one.latencies.items()} \
         | {"business_readings": sum(value is not None for _, value in one.business)}
 

@@ -124,7 +124,7 @@ class Watch:
         old, new = self.groups()
         return {"verdict": verdict.verdict, "why": verdict.why, "started": started, "ended": self._clock(),
                 "watched_s": self._monotonic() - began, "for_s": self._plan.for_s, "stopped": stopped,
-                "criteria": [asdict(row) for row in verdict.rows], "notes": release.notes(old, new),
+                "criteria": [asdict(row) for row in verdict.rows], "notes": release.notes(old, new, self._plan.slo),
                 "groups": {"old": release.told(old), "new": release.told(new)}, "rollback": None}
 
     def groups(self) -> tuple[Group, Group]:

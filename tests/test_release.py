@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from agent import release
+from agent.__main__ import Failure, command_of
 from agent.model import Batch, Gap, Slo, Why
 from agent.release import END, LOOK, Group, Tally, judge
 from agent.release_watch import Plan, Watch, number_in, roll_back
@@ -37,7 +38,7 @@ def buckets(n: float, slow: float, bound: float = 0.75) -> list[tuple[float, flo
 def served(n: float = 10_000.0, *, slow: float = 0.0, errors: float = 0.0, itl_slow: float = 0.0,
            business: Sequence[float | None] = (), answered_at: float | None = 100.0) -> Group:
     """A group of one engine that served n requests, of 30 tokens each."""
-    return Group(1, 1, 10, 0, 0, n, errors, answered_at, 0.0,
+    return Group(1, 1, 10, 0, 0, n, errors, answered_at, 0.0, (),
                  {"ttft": buckets(n, slow), "itl": buckets(30 * n, itl_slow, 0.225), "e2e": []},
                  [(float(i), value) for i, value in enumerate(business)])
 
@@ -83,7 +84,7 @@ def test_a_look_asks_for_more_than_the_end() -> None:
 
 def test_a_limit_inside_a_bucket_is_not_decided() -> None:
     """Buckets at 0.5 and 1 s know nothing of 750 ms: 5 % between them may be well or not."""
-    rough = Group(1, 1, 1, 0, 0, 1000.0, 0.0, 100.0, 0.0, {
+    rough = Group(1, 1, 1, 0, 0, 1000.0, 0.0, 100.0, 0.0, (), {
         "ttft": [(0.5, 950.0), (1.0, 1000.0), (INF, 1000.0)], "itl": [], "e2e": []})
     row = next(r for r in judge(served(), rough, SLO, END, 101.0).rows if r.name == "ttft_p99")
     assert row.state == "UNKNOWN"
@@ -94,10 +95,34 @@ def test_a_new_group_that_answers_no_more_fails_and_one_of_which_nobody_knows_do
     """Crashed on its first big prompt, it told no error: silence for over 2 min while the old group answers."""
     assert states(served(answered_at=400.0), served(answered_at=279.0), now=400.0)["answers"] == "BAD"
     assert states(served(answered_at=400.0), served(answered_at=281.0), now=400.0)["answers"] == "OK"
-    silent = Group(1, 0, 0, 9, 0, since=0.0, latencies={"ttft": [], "itl": [], "e2e": []})
+    silent = Group(1, 0, 0, 9, 0, since=0.0, silent=[None], latencies={"ttft": [], "itl": [], "e2e": []})
     assert states(silent, served(answered_at=100.0), now=400.0)["answers"] == "UNKNOWN"  # our own network, perhaps
     assert states(served(), silent, now=400.0)["answers"] == "UNKNOWN"  # still loading its weights
     assert states(served(), silent, now=1801.0)["answers"] == "BAD"  # and that is no longer so after half an hour
+
+
+@pytest.mark.parametrize(("last", "old_last", "now", "want"), [
+    ([399.0, 395.0], [399.0], 400.0, "OK"), ([399.0, 100.0], [399.0], 400.0, "UNKNOWN"),
+    ([399.0, None], [399.0], 400.0, "UNKNOWN"), ([1999.0, 200.0], [1999.0], 2000.0, "UNKNOWN"),
+    ([1999.0, 199.0], [1999.0], 2000.0, "BAD"), ([1999.0, None], [1999.0], 2000.0, "BAD"),
+    ([1999.0, None], [1999.0, 199.0], 2000.0, "UNKNOWN"),
+])
+def test_one_engine_of_the_new_group_is_gone(last: list[float | None], old_last: list[float | None], now: float,
+                                             want: str) -> None:
+    """One of two never came up with the new configuration, and the other one's numbers passed for both."""
+    old, new = (release.group([Tally("", answered_at=at) for at in ats], now=now, late_s=18.5, since=0.0)
+                for ats in (old_last, last))
+    assert release.down_row(old, new, now).state == want
+
+
+def test_what_is_compared_with_nobody_is_said() -> None:
+    """The old group was gone, and PASS was read as: no worse than before."""
+    gone = Group(1, 0, 0, 9, 0, silent=[None])
+    assert release.notes(gone, served(), SLO) == [
+        "no engine of the old group answers: the new one is judged by its limits alone"]
+    assert release.notes(served(), served(), SLO) == []
+    assert release.notes(served(), served(), Slo()) == [
+        "no `slo:` is written: judged by the defaults; --slo ttft_p99=500ms names yours"]
 
 
 WAVE = [100.0 + (i % 7) - 3 for i in range(60)]
@@ -171,8 +196,8 @@ def test_histograms_of_engines_and_processes_are_added_bound_by_bound() -> None:
 
 def test_a_tenth_of_the_load_is_said() -> None:
     """A release that looks fine under 5 % of an engine's load (the seed's tension 1)."""
-    assert "served 10 % of what one of the old did" in release.notes(served(1000), served(100))[0]
-    assert release.notes(served(1000), served(900)) == []
+    assert "served 10 % of what one of the old did" in release.notes(served(1000), served(100), SLO)[0]
+    assert release.notes(served(1000), served(900), SLO) == []
 
 
 @pytest.mark.parametrize(
@@ -302,6 +327,19 @@ def tocsin(folder: Path, *words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "agent", "--config", f"{folder}/t.yaml", "canary", *words]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                             env={**os.environ, "COLUMNS": "200"})
+
+
+@pytest.mark.parametrize("rollback", ["", "/nowhere/roll-back --now", "'unclosed"])
+def test_a_way_back_that_cannot_be_started_is_refused_before_the_watch(rollback: str) -> None:
+    """`--rollback "$HOOK"` with no HOOK: a day later the release failed, and nothing rolled it back."""
+    with pytest.raises(Failure, match="--rollback"):
+        command_of(rollback)
+
+
+def test_the_words_of_a_way_back() -> None:
+    """As a shell would read them; none where none is given."""
+    assert command_of("sh -c 'exit 7'") == ["sh", "-c", "exit 7"]
+    assert command_of(None) == ()
 
 
 @pytest.mark.heavy
