@@ -175,6 +175,8 @@ def test_no_data_calls_a_whole_channel() -> None:
     texts = [sent["text"], *(b["text"]["text"] for b in blocks(sent)[1:2])]
     assert all("<" not in text and "&lt;!channel&gt;" in text for text in texts)
     assert blocks(sent)[0]["text"]["type"] == "plain_text"  # which has no mark-up
+    # without it Slack itself makes mentions and links of what looks like them
+    assert [b["verbatim"] for b in (blocks(sent)[1]["text"], *blocks(sent)[2]["elements"])] == [True, True]
 
 
 def test_c068_long_text_is_cut_at_a_line_and_a_400_is_no_delivery() -> None:

@@ -86,8 +86,7 @@ def rich(message: AlertMessage) -> dict[str, Any]:
     context = [f"{message.severity} · {escape(message.labels.get('rule', ''))} · since {rfc3339(message.starts_at)}"]
     context += [f"<{href}|{text}>" for text, href in (
         ("Runbook", web_address(texts.get("runbook_url", ""))), ("Alert", web_address(message.generator_url))) if href]
-    said = {"type": "mrkdwn", "text": cut_to(" · ".join(context), SECTION_CHARS)}
-    blocks.append({"type": "context", "elements": [said]})
+    blocks.append({"type": "context", "elements": [_marked(cut_to(" · ".join(context), SECTION_CHARS))]})
     color = COLORS["resolved" if message.status == "resolved" else message.severity]
     return {"text": cut_to(escape(title(message)), PLAIN_CHARS), "attachments": [{"color": color, "blocks": blocks}]}
 
@@ -105,7 +104,12 @@ def title(message: AlertMessage) -> str:
 
 
 def _section(text: str) -> dict[str, Any]:
-    return {"type": "section", "text": {"type": "mrkdwn", "text": text}}
+    return {"type": "section", "text": _marked(text)}
+
+
+def _marked(text: str) -> dict[str, Any]:
+    """Text with mark-up. `verbatim`: what only looks like a mention, a channel or an address stays text."""
+    return {"type": "mrkdwn", "text": text, "verbatim": True}
 
 
 def escape(text: str) -> str:
