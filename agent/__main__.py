@@ -117,6 +117,17 @@ def write(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def put(text: str, file: Path | None) -> None:
+    """Text to a file, or to stdout where none is named."""
+    if file is None:
+        write(text)
+        return
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as fault:
+        raise Failure(f"tocsin: {file}: {fault.strerror}; name a file that can be written, or leave -o out") from fault
+
+
 def emit(answer: object, as_json: bool, report: Callable[[], Report]) -> None:
     """An answer as JSON, or as a report for people."""
     if as_json:
@@ -646,13 +657,7 @@ def rules_export(
         text = prometheus.over_engines(ruleset.rules, slo_for(settings), settings.poll)
     else:
         text = prometheus.over_tocsin(ruleset.rules, CATALOGUE)
-    if out is None:
-        write(text)
-        return
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as fault:
-        raise Failure(f"tocsin: {out}: {fault.strerror}; name a file that can be written, or leave -o out") from fault
+    put(text, out)
 
 
 def _rule_row(rule: Rule, unit: str) -> dict[str, Any]:
@@ -696,7 +701,7 @@ def report(
     """
     form = "json" if as_json else format_
     if run != "incident":
-        drill_commands.report(context, run, config, form, output)
+        put(drill_commands.report(context, run, config, form), output)
         return
     from agent import postmortem
 
@@ -707,11 +712,7 @@ def report(
         answer = need_agent(settings, "/incidents")
         emit(answer, as_json, lambda: _incidents_report(answer))
         return
-    text = postmortem.render(_incident(settings, incident), form)
-    if output is None:
-        write(text)
-    else:
-        output.write_text(text)
+    put(postmortem.render(_incident(settings, incident), form), output)
 
 
 def _incidents_report(answer: Any) -> Report:
@@ -772,8 +773,6 @@ def canary(
     Worse is a p99 over 1.5 x its service level, over 1 % of errors, or a business number 5 % below the old group's,
     where the numbers prove it. Exit 0 pass, 1 fail (roll back), 3 not proven either way; 130 stopped by Ctrl-C.
     """
-    import shlex
-
     from agent.release_watch import Plan, Watch, roll_back
     from agent.strict import Unfit
 
@@ -781,6 +780,7 @@ def canary(
         raise Failure("tocsin: a business number is compared: give both --business-old and --business-new")
     if rollback is not None and webhook is not None:
         raise Failure("tocsin: --rollback and --rollback-webhook are both given; it is fired once: keep one of them")
+    way_back = command_of(rollback)
     settings = _with_levels(load(chosen(context, config)), slo or ())
     from agent.config import base_url, full_url, slo_for
 
@@ -789,7 +789,7 @@ def canary(
                     seconds("--for", span, least_s=1.0), seconds("--every", every, least_s=0.5),
                     None if business_old is None or business_new is None
                     else (full_url(business_old), full_url(business_new)),
-                    shlex.split(rollback or ""), None if webhook is None else full_url(webhook))
+                    way_back, None if webhook is None else full_url(webhook))
     except (Unfit, ValueError) as fault:
         raise Failure(f"tocsin canary: {fault}") from fault
     if set(plan.old) & set(plan.new):
@@ -812,6 +812,22 @@ def canary(
 
     emit(answer, as_json, report)
     raise typer.Exit({"pass": 0, "fail": 1}.get(answer["verdict"], INTERRUPTED if answer["stopped"] else UNKNOWN))
+
+
+def command_of(rollback: str | None) -> Sequence[str]:
+    """The words of --rollback; that it cannot be started is better known now than when it is needed."""
+    import shutil
+
+    if rollback is None:
+        return ()
+    try:
+        words = shlex.split(rollback)
+    except ValueError as fault:
+        raise Failure(f"tocsin canary: --rollback: {fault}") from fault
+    if not words or shutil.which(words[0]) is None:
+        raise Failure(f"tocsin canary: --rollback: there is no command {words[0] if words else 'in it'}; name one in"
+                      " PATH, or by its path")
+    return words
 
 
 def _with_levels(settings: Config, levels: Sequence[str]) -> Config:

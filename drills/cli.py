@@ -356,8 +356,11 @@ def unit(
     if output is None:
         write(text)
         return
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fail(f"{output}: {error.strerror}; name a file that can be written, or leave -o out")
     write(f"{output}: written; `systemctl daemon-reload && systemctl restart tocsin-drilld`")
 
 
@@ -423,12 +426,8 @@ def from_drilld(settings_: Config, path: str, denied: OSError) -> Any:
         fail(unreadable(daemon.root_of(settings_), denied))
 
 
-def report(
-    context: typer.Context, run: str, config: ConfigFile = None,
-    format_: Annotated[str, typer.Option("--format", help="md, html, json or junit.")] = "md",
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write there [default: print].")] = None,
-) -> None:
-    """Print a drill's postmortem (RUN: a run, or a drill)."""
+def report(context: typer.Context, run: str, config: Path | None, format_: str) -> str:
+    """A drill's postmortem (`run`: a run, or a drill: its last one)."""
     from drills import daemon, record
     from drills import report as reports
 
@@ -440,12 +439,8 @@ def report(
         fail(f"{run}: no such run; `tocsin drill history` lists them")
     folder = daemon.root_of(settings_) / "runs" / known[-1]
     found = record.load(folder)
-    text = ask_drilld(settings_, f"/runs/{known[-1]}/report?format={format_}")["text"] if found is None \
+    return str(ask_drilld(settings_, f"/runs/{known[-1]}/report?format={format_}")["text"]) if found is None \
         else reports.render(found, folder, format_)
-    if output is None:
-        write(text)
-    else:
-        output.write_text(text)
 
 
 def drilld(context: typer.Context, config: ConfigFile = None) -> None:

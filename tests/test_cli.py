@@ -708,6 +708,9 @@ def test_an_incident_s_postmortem(cli: Cli, view: FakeView, tmp_path: Path) -> N
     code, _, err = cli("report", "incident", "nine")
     assert (code, "`tocsin report incident` lists them" in err) == (2, True)
     assert cli("report", "incident", "last", "--format", "junit")[0] == 2
+    code, out, err = cli("report", "incident", "last", "-o", str(tmp_path / "no" / "x.md"))
+    assert (code, out) == (2, "")
+    assert err.startswith(f"tocsin: {tmp_path}/no/x.md: No such file or directory; name a file that can be written")
 
 
 def test_a_review_and_its_exit_code(cli: Cli, view: FakeView) -> None:

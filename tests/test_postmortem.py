@@ -76,6 +76,16 @@ def test_one_that_is_open_and_was_told_to_nobody() -> None:
     assert found["impact"] == []
 
 
+def test_one_that_is_open_does_not_say_that_its_end_is_unknown() -> None:
+    """Nobody has lost it: it has not come."""
+    for form in ("md", "html"):
+        text = postmortem.render({**told(), "incident": record(over=False)}, form)
+        assert text.count("not yet") == 2
+        assert "from the onset until now, as" in text
+    assert "| fires still |" in postmortem.render({**told(), "incident": record(over=False)}, "md")
+    assert "not yet" not in postmortem.render(told(), "md")
+
+
 def test_a_long_one_says_of_what_its_latencies_are() -> None:
     """After nine hours the histograms of the first eight are forgotten, and the report must not pretend."""
     long = told()
