@@ -1548,8 +1548,8 @@ def blind(scene: Scene, rule: Rule, root: str, signals: Mapping[tuple[str, str],
                                   if (found := signals.get((rule_id, scene.node))) is not None):
         return ask.idle("NVML fails as a whole, and that has an alert of its own")
     count = signals.get(("gpu-count", scene.node))
-    if root in scene.gpus and count is not None and count.evidence.get("unloaded"):
-        return ask.idle("the driver is not loaded: gpu-count tells")
+    if root in scene.gpus and count is not None and count.evidence.get("all_gone"):
+        return ask.idle("no GPU can be used at all: gpu-count tells")
     if root in scene.gpus and hardware.never_told(scene, root):
         return ask.idle("NVML shows other GPUs since Tocsin was started, and not this one: gpu-count tells")
     if ("lost",) not in scene.memo:

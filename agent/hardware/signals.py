@@ -143,16 +143,17 @@ def gpu_count(ask: Ask) -> Signal:
     told_of = [uuid for uuid, code in codes.items() if code is not Why.MISSING]  # not before a restart of ours alone
     shown = sum(codes[uuid] is not Why.LOST for uuid in told_of)
     unloaded = driver_not_loaded(ask)
-    if codes and not told_of and not unloaded:
+    gone = unloaded or (not told_of and none_in_pci(ask))
+    if codes and not told_of and not gone:
         return ask.gap(Why.MISSING, "NVML has not told of any GPU since Tocsin was started")
-    shown = 0 if unloaded else shown
+    shown = 0 if gone else shown
     words = ["the kernel module nvidia is not loaded" if unloaded else f"NVML shows {shown}"]
     for name, what in (("gpus_pci", "PCI"), ("gpus_dev", "/dev/nvidia*")):
         got = ask.windows.latest(DEVICES, name, ask.now)
         words += [f"{what} {got.value:.0f}"] if isinstance(got, Sample) else []
     missing = float(max(0, expected - shown))
     return text_value(ask, missing, f"{missing:.0f} of {expected} GPUs missing: {', '.join(words)}", ask.now,
-                      expected=expected, shown=shown, unloaded=unloaded)
+                      expected=expected, shown=shown, all_gone=gone)
 
 
 def driver_not_loaded(ask: Ask) -> bool:
@@ -166,6 +167,13 @@ def driver_not_loaded(ask: Ask) -> bool:
     codes = list(ask.windows.history(NVML, "nvml_error", start - 2 * ask.windows.interval_s))
     return (isinstance(module, Sample) and not module.value and isinstance(now, Sample) and codes[0][0] <= start
             and all(int(code) == NOT_LOADED for _, code in codes))
+
+
+def none_in_pci(ask: Ask) -> bool:
+    """Whether PCI has shown no GPU for DRIVER_LATE_S."""
+    start = ask.now - DRIVER_LATE_S
+    shown = list(ask.windows.history(DEVICES, "gpus_pci", start - 2 * ask.windows.interval_s))
+    return bool(shown) and shown[0][0] <= start and not any(count for _, count in shown)
 
 
 def codes_of(scene: Scene) -> Mapping[str, Why | None]:

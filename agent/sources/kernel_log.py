@@ -138,21 +138,20 @@ class KernelLog:
 
     def _follow(self) -> None:
         while not self._closed:
+            log: Log | None = None
             try:
                 log = self._open()
-            except OSError as error:
-                self._tell(error)
-                self._caught_up.set()
-                self._sleep(REOPEN_S)
-                continue
-            try:
                 self._read_on(log)
             except OSError as error:
                 self._tell(error)
+            except Exception as error:  # a fault of ours must not end this thread: it would be deaf without a word
+                self._tell(OSError(f"{type(error).__name__}: {error}"))
+            finally:
+                if log is not None:
+                    log.close()
+            if not self._closed:
                 self._caught_up.set()
                 self._sleep(REOPEN_S)
-            finally:
-                log.close()
 
     def _sleep(self, seconds: float) -> None:
         end = time.monotonic() + seconds

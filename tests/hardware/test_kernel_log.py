@@ -275,6 +275,23 @@ def test_a_log_that_cannot_be_read_says_so(tmp_path: Path, start: Start) -> None
     assert "No such file" in (last(asked).error or "")
 
 
+def test_a_fault_of_ours_does_not_end_the_reading(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line that broke the parser ended the thread, and the log was "open" and silent for ever."""
+    monkeypatch.setattr("agent.sources.kernel_log.REOPEN_S", 0.05)
+    log = tmp_path / "kmsg"
+    add(log, f"3,1,1,-;{XID}")
+    with monkeypatch.context() as broken:
+        broken.setattr("agent.sources.kernel_log.Reader.read", lambda *_: 1 // 0)
+        source = start(log)
+        (gap,) = last(source).readings
+        assert isinstance(gap, Gap)
+        assert (gap.code, "ZeroDivisionError" in gap.why) == (Why.ERROR, True)
+
+    assert [e.number for e in events(source)] == [79]
+
+
 def test_a_syslog_file_where_kmsg_cannot_be_read(tmp_path: Path, start: Start) -> None:
     """An agent without CAP_SYSLOG, and in the group adm: syslog's copy of the kernel's messages will do."""
     log = tmp_path / "kern.log"

@@ -359,6 +359,23 @@ def test_a_driver_that_is_not_loaded_after_a_reboot(tell: Tell, tmp_path: Path) 
     assert booted.run(180) == [("resolved", "gpu-count")]
 
 
+def test_no_gpu_in_pci_after_a_reboot(tell: Tell, tmp_path: Path) -> None:
+    """The switch before all eight is dead: eight tickets, a silence of ten minutes, and then the page.
+
+    Read every 15 s. PCI may be late as the driver may: first judged at 120 s, told at 135 s.
+    """
+    story = tell(gpus(8))
+    story.run(60)
+    story.reader.begin({**gpus(8), "errors": {"nvmlInitWithFlags": 9}}, tmp_path)
+    booted = restarted(story)
+    devices(booted, gpus_pci=0, gpus_proc=0, gpus_dev=0)
+    assert booted.run(135) == []
+    assert booted.run(15) == [("firing", "gpu-count")]
+    (finding,) = booted.node.gpus_report()["node_findings"]
+    assert finding["text"] == "8 of 8 GPUs missing: NVML shows 0, PCI 0, /dev/nvidia* 0"
+    assert booted.run(900) == []
+
+
 def test_a_module_that_is_loaded_and_not_for_us(tell: Tell, tmp_path: Path) -> None:
     """A container without its devices hears "not loaded", too; /proc shows that it is: no GPU is missing."""
     story = tell(gpus(8))
