@@ -38,16 +38,19 @@ class Flags(NamedTuple):
     chunk: str
 
 
+# As each engine's own help has them. Where a name is not sure (Dynamo's workers are of any engine), ANY says it in words.
 FLAGS: Mapping[str, Flags] = {
     "vllm": Flags("--max-num-seqs", "--gpu-memory-utilization (or --kv-cache-dtype fp8)", "--max-num-batched-tokens"),
     "sglang": Flags("--max-running-requests", "--mem-fraction-static", "--chunked-prefill-size"),
     "trtllm-serve": Flags("--max_batch_size", "--kv_cache_free_gpu_memory_fraction", "--max_num_tokens"),
-    "tgi": Flags("--max-batch-size", "--max-batch-total-tokens", "--max-batch-prefill-tokens"),
-    "llamacpp": Flags("--parallel", "--ctx-size", "--ubatch-size"),
+    "tgi": Flags("number of sequences at once (by --max-batch-total-tokens)",  # --max-batch-size is not for GPUs
+                 "--max-batch-total-tokens", "--max-batch-prefill-tokens"),
+    "llamacpp": Flags("--parallel", "--ctx-size", "--batch-size"),  # --ubatch-size splits it, and delays nobody more
     "lmdeploy": Flags("--max-batch-size", "--cache-max-entry-count", "--max-prefill-token-num"),
+    "ray-serve-llm": Flags("max_num_seqs (engine_kwargs)", "gpu_memory_utilization (engine_kwargs)",
+                           "max_num_batched_tokens (engine_kwargs)"),
 }
-FLAGS = {**FLAGS, "ray-serve-llm": FLAGS["vllm"], "dynamo": FLAGS["vllm"], "dynamo-worker": FLAGS["vllm"]}
-ANY = Flags("the most sequences at once", "the size of the KV cache", "the tokens of a prefill chunk")
+ANY = Flags("number of sequences at once", "a larger KV cache", "size of a prefill chunk")
 
 
 class GpuSeen(NamedTuple):

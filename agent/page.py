@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from agent.binds import FLAGS, KV_FULL, Bound
+from agent.binds import ANY, FLAGS, KV_FULL, Bound
 from agent.facts import Facts
 from agent.model import Alert, Rule, Signal
 from agent.words import SIGNS, SUMMARY_LENGTH, beside, cut, quantity, span, told
@@ -287,15 +287,20 @@ MEANS: Mapping[str, str] = {
 # --- the numbers that belong to it -----------------------------------------------------------------------------------
 
 
+def _fits(facts: Facts) -> int | None:
+    """How many requests as long as those that run now fit under 85 % of the KV cache."""
+    running, usage = facts.get("running"), facts.get("kv_usage")
+    return int(KV_FULL * running / usage) if running and usage else None
+
+
 def kv_room(about: About) -> str:
     """What the KV cache holds, what a request takes of it, and how many fit."""
     facts = about.facts
     running, usage, tokens = facts.get("running"), facts.get("kv_usage"), facts.get("capacity_tokens")
     parts = [f"The cache holds {tokens:,.0f} tokens"] if tokens else []
     if running and usage:
-        fits = int(KV_FULL * running / usage)
         each = f", {tokens * usage / running:,.0f} tokens each" if tokens else ""
-        parts.append(f"{running:.3g} run at once on average{each}: {fits} of that length fit under"
+        parts.append(f"{running:.3g} run at once on average{each}: {_fits(facts)} of that length fit under"
                      f" {quantity(KV_FULL, 'ratio')}")
     return "; ".join(parts) + "." if parts else ""
 
@@ -401,14 +406,12 @@ def _scale(about: About) -> list[str]:
 
 
 def _kv_steps(about: About) -> list[str]:
-    flags = FLAGS.get(about.kind)
-    running, usage = about.facts.get("running"), about.facts.get("kv_usage")
-    fits = int(KV_FULL * running / usage) if running and usage else None
+    flags, fits = FLAGS.get(about.kind, ANY), _fits(about.facts)
     first = _leave(about) if about.rule.severity == "page" else \
         "Nothing tonight if its queue, TTFT and ITL are fine."
     upto = "" if fits is None else f" to at most {fits} (that many of today's length fit)"
-    fewer = f"Fewer at once: {flags.sequences if flags else 'the most sequences at once'}{upto}."
-    more = f"Or more room: {flags.kv if flags else 'a larger KV cache'}, or another replica (tocsin advise kv-cache)."
+    fewer = f"Fewer at once: {flags.sequences}{upto}."
+    more = f"Or more room: {flags.kv}, or another replica (tocsin advise kv-cache)."
     return [first, fewer, more]
 
 

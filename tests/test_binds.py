@@ -92,6 +92,19 @@ def test_what_would_not_help_is_said() -> None:
     assert (judge(seats).knob[:22], judge(seats).no_help[:14]) == ("--max-running-requests", "more KV blocks")
 
 
+@pytest.mark.parametrize(("kind", "knob", "no_help"), [
+    ("llamacpp", "--batch-size: larger", "a larger --parallel"),  # n_batch bounds the prompts of a step, not n_ubatch
+    ("ray-serve-llm", "max_num_batched_tokens (engine_kwargs): larger", "a larger max_num_seqs (engine_kwargs)"),
+    ("dynamo-worker", "size of a prefill chunk: larger", "a larger number of sequences at once"),  # of any engine
+    ("unknown", "size of a prefill chunk: larger", "a larger number of sequences at once")])
+def test_a_knob_that_is_not_sure_is_said_in_words(kind: str, knob: str, no_help: str) -> None:
+    """A flag that the engine does not have is worse than none: vLLM's on a worker of SGLang would not start."""
+    late = judge(seen((9, 4, 0.4), (8, 4, 0.4), kind=kind, **(FLOWS | {"peak": 16.0})))
+    assert late.by == "prefill-bound"
+    assert late.knob.startswith(knob)
+    assert late.no_help.startswith(no_help)
+
+
 def test_how_many_fit_is_worked_out_from_those_that_run() -> None:
     """4 run on 80 % of the cache: a fifth each, 4.25 fit under 85 %; 16 on 40 %: 34. None runs: nobody can say."""
     assert concurrency_that_fits(seen((4, 0, 0.8), (4, 0, 0.8))) == 4
