@@ -9,6 +9,7 @@ import pytest
 
 from agent.incidents import Incident, Step, can_cause, chain, from_plain, group
 from agent.model import Alert, Rule, Severity
+from tests.scenes import built_in
 
 RULES = tuple(
     Rule(name, "signal", ">", 1.0, "page", causes=causes)
@@ -161,6 +162,25 @@ def test_two_of_one_rule_in_one_second_have_two_names() -> None:
     story = Story()
     story.at(0, ("itl-p99", "llama"), ("itl-p99", "qwen"))
     assert sorted(story.step.open) == ["n/itl-p99/0", "n/itl-p99/0-2"]
+
+
+@pytest.mark.parametrize(("story", "first", "then"), [
+    ("a storm of errors", "error-rate-high", ["error-burn-fast", "node-error-burn-fast"]),
+    ("the burn rates are first", "node-error-burn-fast", ["error-burn-fast", "error-rate-high"]),
+    ("slow decode, no hardware to blame", "itl-p99", ["queue-age", "ttft-p99", "latency-p99"]),
+    ("whole answers are late, for want of a first token", "latency-p99", ["ttft-p99"]),
+    ("out of GPU memory", "gpu-memory-low", ["engine-down"]),
+    ("a memory row that cannot be replaced", "gpu-remap-failed", ["xid-memory"])])
+def test_the_shipped_rules_page_once_for_one_thing(story: str, first: str, then: list[str]) -> None:
+    """The same failed requests rang thrice: as a rate, as an engine's burn rate and as the node's."""
+    causes = can_cause(built_in().values())
+    open_, told = Step({}), []
+    for n in range(len(then) + 1):
+        firing = [Alert(rule, "llama", "firing", "page", at * 60.0, at * 60.0)
+                  for at, rule in enumerate([first, *then][:n + 1])]
+        open_ = group(open_.open, firing, causes, related, "n", n * 60.0)
+        told += [change for change, _ in open_.changes]
+    assert told == ["opened", *["updated"] * len(then)], story
 
 
 def test_it_survives_being_written_down() -> None:

@@ -53,7 +53,7 @@ def test_both_sides_name_an_engine_and_are_of_one_node() -> None:
     hot = next(r for r in told["inhibit_rules"] if r["source_matchers"][0] == 'rule="gpu-thermal-limit"')
     assert set(hot["target_matchers"][0].removeprefix('rule=~"').removesuffix('"').split("|")) == {
         "gpu-thermal-slowdown", "rank-straggler", "rank-clock-spread", "rank-spread", "itl-p99", "queue-age",
-        "ttft-p99"}
+        "ttft-p99", "latency-p99"}
 
 
 def test_amtool_takes_the_file_that_ships() -> None:
