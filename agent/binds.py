@@ -38,7 +38,7 @@ class Flags(NamedTuple):
     chunk: str
 
 
-# As each engine's own help has them. Where a name is not sure (Dynamo's workers are of any engine), ANY says it in words.
+# As each engine's own help has them. Of others, and of Dynamo's workers, which are any engine's, ANY says it in words.
 FLAGS: Mapping[str, Flags] = {
     "vllm": Flags("--max-num-seqs", "--gpu-memory-utilization (or --kv-cache-dtype fp8)", "--max-num-batched-tokens"),
     "sglang": Flags("--max-running-requests", "--mem-fraction-static", "--chunked-prefill-size"),

@@ -656,15 +656,19 @@ class Node:
         root, over = incident.members[0], incident.ended_at
         root = next((m for m in incident.members if m.key == incident.root), root)
         alert = self.book.alerts.get(incident.root)
-        texts = {} if alert is None else self.annotations(alert)
+        lead = alert or next((self.book.alerts[m.key] for m in incident.members
+                              if m.ended_at is None and m.key in self.book.alerts), None)  # the cause is over first
+        texts = {} if lead is None else self.annotations(lead)
         fired = [m for m in incident.members if m.key != incident.root]
         texts["summary"] = texts.get("summary") or root.summary
         if over is not None:
             now = [page.standing(about) for m in (root, *fired) if (about := self._about_member(m)) is not None]
             texts["description"] = page.resolved(incident.opened_at, over, list(dict.fromkeys(filter(None, now)))) + \
                 "\n" + "\n".join(m.summary for m in (root, *fired))
-        elif alert is not None and (fired or "description" not in texts):
-            self._tell_incident(incident, alert, texts)
+        elif lead is not None and (fired or "description" not in texts):
+            self._tell_incident(incident, lead, texts)
+            if alert is None:
+                texts["description"] = f"It began with this, which is over: {root.summary}\n{texts['description']}"
         texts["incident"] = incident.id
         labels = {"alertname": alert_name(root.rule), "rule": root.rule, "node": self.setup.node,
                   "subject": root.subject, "severity": "page"} if alert is None else dict(alert.labels)
@@ -706,19 +710,20 @@ class Node:
                                           member.ended_at)
         return tuple((found | {key: told[key] for key in found if key in told}).values())
 
-    def _tell_incident(self, incident: Incident, root: Alert, texts: dict[str, str]) -> None:
-        """Title and body of an incident of several alerts: the cause, then what it brought that still fires."""
-        about = self._about(root, self.signals.get(incident.root))
+    def _tell_incident(self, incident: Incident, lead: Alert, texts: dict[str, str]) -> None:
+        """Title and body of an incident of several alerts: the cause, or what is left of it, then what it brought."""
+        key = (lead.rule, lead.subject)
+        about = self._about(lead, self.signals.get(key))
         if about is None:
             return
         effects: list[tuple[str, page.About | None]] = []
         for member in incident.members:
             alert = self.book.alerts.get(member.key)
-            if member.key == incident.root or alert is None or member.ended_at is not None:
+            if member.key == key or alert is None or member.ended_at is not None:
                 continue
             effects.append((member.summary, self._about(alert, self.signals.get(member.key))))
-        if self._announced_by(root) is None:
-            since = words.span(round(max(0.0, self.scene.now - root.since)))
+        if self._announced_by(lead) is None:
+            since = words.span(round(max(0.0, self.scene.now - lead.since)))
             texts["summary"] = page.title(about, since, [one for _, one in effects if one is not None])
         texts["description"] = self._body(about, effects)
 
@@ -771,8 +776,8 @@ class Node:
     def _body(self, about: page.About, effects: Sequence[tuple[str, page.About | None]] = (),
               more: Sequence[str] = ()) -> str:
         rows = self._rows_now()
-        url = self.setup.external_url
-        return page.body(about, effects, fine=page.still_fine(rows), ten=words.the_ten(rows),
+        url, told = self.setup.external_url, [about, *(one for _, one in effects if one is not None)]
+        return page.body(about, effects, fine=page.still_fine(rows, told), ten=words.the_ten(rows),
                          runbook=f"{url}/runbooks/{about.rule.id}" if url else "", more=more)
 
     def limit_of(self, rule: Rule, subject: str) -> float | None:

@@ -19,7 +19,8 @@ from agent.model import Alert, Rule, Signal
 from agent.words import SIGNS, SUMMARY_LENGTH, beside, cut, quantity, span, told
 
 NEAR_C = 5.0  # a neighbour so near to the limit is hot, too
-THROTTLES = ((0x40, "hardware thermal slowdown"), (0x80, "power brake of the server"),
+POWER_BRAKE = 0x80
+THROTTLES = ((0x40, "hardware thermal slowdown"), (POWER_BRAKE, "power brake of the server"),
              (0x20, "thermal slowdown by the driver"), (0x4, "power cap"))  # nvml.h: nvmlClocksEventReason…
 
 
@@ -92,12 +93,13 @@ def _number(form: str) -> Say:
     return lambda a: form.format(v=a.value, l=a.limit)
 
 
-def _p99(what: str) -> Say:
+def _p99(what: str, limit: str = "SLO") -> Say:
+    """`limit`: what the number beside it is; that of whole answers is 1.5 × the SLO, not the SLO."""
     def say(a: About) -> str:
         e = a.evidence
         if not e.get("p99_s"):
             return f"{what} too slow for {a.value}{a.limit}"
-        return f"{what} p99 {'over ' if e.get('p99_over') else ''}{span(e['p99_s'])} (SLO {span(e['slo_s'])})"
+        return f"{what} p99 {'over ' if e.get('p99_over') else ''}{span(e['p99_s'])} ({limit} {span(e['slo_s'])})"
     return say
 
 
@@ -122,7 +124,18 @@ def _errors(a: About) -> str:
     e = a.evidence
     if not e.get("requests"):
         return f"at least {a.value} of requests fail{a.limit}"
-    return f"{e['errors']:.0f} of {e['requests']:.0f} requests failed{a.limit}"
+    return f"{e['errors']:.0f} of {e['requests']:.0f} requests failed (surely {a.value} or more){a.limit}"
+
+
+def _traffic(a: About) -> str:
+    """Which way it went, against the nearer of what was usual."""
+    now, usual = a.evidence.get("requests"), [a.evidence[k] for k in ("30 min before", "yesterday") if k in a.evidence]
+    if now is None or not usual:
+        return f"traffic {a.value} off its usual{a.limit}"
+    nearest = min(usual, key=lambda count: abs(now / count - 1) if count else float("inf"))
+    way = "under" if now < nearest else "over"
+    window = span(a.rule.window_s or 60.0)
+    return f"traffic {a.value} {way} its usual: {now:.0f} requests in {window}, usually {nearest:.0f}"
 
 
 def _slow_rank(a: About) -> str:
@@ -170,14 +183,15 @@ PHRASES: Mapping[str, Say] = {
     "graph_fallback": _number("{v} of decode steps without CUDA graph{l}"),
     "ttft_slow_share": _p99("TTFT"), "ttft_possibly_slow_share": _p99("perhaps too slow: TTFT"),
     "itl_slow_share": _p99("ITL"), "itl_possibly_slow_share": _p99("perhaps too slow: ITL"),
-    "e2e_slow_share": _p99("whole answer"), "e2e_possibly_slow_share": _p99("perhaps too slow: whole answer"),
+    "e2e_slow_share": _p99("whole answer", "limit"),
+    "e2e_possibly_slow_share": _p99("perhaps too slow: whole answer", "limit"),
     "user_ttft_slow_share": _p99("users' TTFT"), "user_itl_slow_share": _p99("users' ITL"),
     "error_burn": _burn, "node_error_burn": _burn, "error_rate": _errors, "user_error_rate": _errors,
     "outside_engine": _outside("a first token"), "outside_engine_whole": _outside("a whole answer"),
     "rank_step_spread": _slow_rank, "rank_clock_spread": _slow_clock,
     "gpu_temperature": _number("{v}{l}"), "gpu_thermal_margin": _margin,
     "prefix_cache_hit_rate": _number("only {v} of prefix lookups hit{l}"),
-    "qps_change": _number("traffic {v} off its usual{l}"),
+    "qps_change": _traffic,
     "gpu_utilization": _number("busy only {v} of the time{l}"), "gpu_memory": _number("memory {v} full{l}"),
     "gpu_memory_low": _text("memory "), "gpu_memory_growth": _number("memory in use grew by {v} of it in 1 h{l}"),
     "swapped": _number("{v} requests swapped out to the host"),
@@ -246,7 +260,7 @@ MEANS: Mapping[str, str] = {
     "swapped": "Their KV cache is in host memory: they stand still until it is back.",
     "spec_decode_acceptance": "Speculation costs more than it gains: rejected tokens are computed for nothing.",
     "engine_down": "Nobody can reach this engine.", "engine_slow": "It takes connections, and answers too late.",
-    "engine_stopped": "It is starting, or was asked to stop; engine-down follows where it does not come back.",
+    "engine_stopped": "It is starting, or somebody asked it to stop: it takes no requests.",
     "engine_stuck": "Requests are in it and nothing moves: users wait for ever.",
     "blind": "What is not measured cannot alert. Nothing else says that it is healthy.",
     "watcher": "Tocsin itself is not well: pages may be late.",
@@ -346,6 +360,17 @@ def neighbours(about: About) -> str:
     return f"The other GPUs are at {rest}: this card or its slot, not the room."
 
 
+def also_braked(about: About) -> str:
+    """Whether the server slows one card or more for want of power; "" where this one is not slowed just now."""
+    gpu = about.gpu
+    if gpu is None or gpu.reasons is None or not gpu.reasons & POWER_BRAKE:
+        return ""
+    others = [str(g.index) for g in about.gpus if g.uuid != gpu.uuid and g.reasons is not None
+              and g.reasons & POWER_BRAKE]
+    return f"So are GPU {', '.join(others)}: the supply or the feed of the whole server." if others else \
+        "No other GPU is: look at this card's power cables first."
+
+
 def binding(about: About) -> str:
     """What binds its engine, where that is known."""
     bound = about.bound
@@ -358,12 +383,13 @@ LOAD = frozenset({"queue_age", "kv_cache_utilization", "preemptions", "ttft_slow
                   "e2e_slow_share", "swapped", "user_ttft_slow_share", "user_itl_slow_share"})
 OF_KV = frozenset({"kv_cache_utilization", "preemptions", "swapped", "queue_age"})
 OF_RANK = frozenset({"rank_step_spread", "rank_clock_spread"})
-OF_HEAT = frozenset({"gpu_temperature", "gpu_thermal_margin", "gpu_thermal_slowdown", "gpu_power_brake"})
+OF_HEAT = frozenset({"gpu_temperature", "gpu_thermal_margin", "gpu_thermal_slowdown"})
+OF_POWER = frozenset({"gpu_power_brake"})
 
 
 def trending(signal: Signal, unit: str) -> tuple[float | None, str]:
     """The number whose way a person wants to see, and its unit: a p99 before a share, a temperature before a margin."""
-    for key, own in (("p99_s", "s"), ("gpu_temp_c", "celsius")):
+    for key, own in (("p99_s", "s"), ("gpu_temp_c", "celsius"), ("memory_temp_c", "celsius")):
         if isinstance(signal.evidence.get(key), float) and (key == "p99_s" or unit == "kelvin"):
             return signal.evidence[key], own
     return signal.value, unit
@@ -383,7 +409,8 @@ def details(about: About) -> list[str]:
     signal = about.rule.signal
     found = [runs_here(about), kv_room(about) if signal in OF_KV else "",
              ttft_split(about) if signal == "ttft_slow_share" else "",
-             gpu_now(about.gpu) if signal in OF_RANK | OF_HEAT else "", neighbours(about) if signal in OF_HEAT else "",
+             gpu_now(about.gpu) if signal in OF_RANK | OF_HEAT | OF_POWER else "",
+             neighbours(about) if signal in OF_HEAT else also_braked(about) if signal in OF_POWER else "",
              binding(about) if signal in LOAD else ""]
     note = about.evidence.get("note")
     return [text for text in (*found, f"Note: {note}." if note else "") if text]
@@ -477,8 +504,10 @@ def _error_steps(about: About) -> list[str]:
 
 
 def _user_steps(about: About) -> list[str]:
-    return ["Are the engine's own numbers fine (the ten below)? Then it is the network, the router or a proxy.",
-            "Ask once yourself, through the address and past it, with what stands below.", about.rule.action]
+    own = "error burn rate" if about.rule.signal == "user_error_rate" else "queue, TTFT or ITL"
+    return [f"An engine's {own} is over its limit too (! in the ten below)? It is the cause: go on with its own page.",
+            "Else it lies between: ask once yourself with what stands below. 401 is an answer, too.",
+            "Look at the router first: its queue, retries, a replica that it took out; then proxies, lost packets."]
 
 
 def _outside_steps(about: About) -> list[str]:
@@ -491,13 +520,20 @@ def _outside_steps(about: About) -> list[str]:
             "Ask once yourself, through the address and past it, with what stands below."]
 
 
+def _watcher_steps(about: About) -> list[str]:
+    if "failing_s" not in about.evidence:
+        return [about.rule.action]
+    return [f"{about.alert.subject} wakes nobody until it is mended (what is owed is kept): watch `tocsin alerts`.",
+            "Send a test (below; it goes through every channel): it prints what the receiver answers."]
+
+
 STEPS: Mapping[str, Callable[[About], list[str]]] = {
     "queue_age": _scale, "kv_cache_utilization": _kv_steps, "preemptions": _kv_steps, "swapped": _kv_steps,
     "ttft_slow_share": _ttft_steps, "itl_slow_share": _itl_steps, "e2e_slow_share": _scale,
     "rank_step_spread": _rank_steps, "rank_clock_spread": _rank_steps, "gpu_temperature": _heat_steps,
     "gpu_thermal_margin": _heat_steps, "gpu_thermal_slowdown": _heat_steps, "engine_down": _down_steps,
     "engine_stuck": _stuck_steps, "error_burn": _error_steps, "error_rate": _error_steps,
-    "outside_engine": _outside_steps, "outside_engine_whole": _outside_steps,
+    "watcher": _watcher_steps, "outside_engine": _outside_steps, "outside_engine_whole": _outside_steps,
     "user_error_rate": _user_steps, "user_ttft_slow_share": _user_steps, "user_itl_slow_share": _user_steps,
 }
 
@@ -528,6 +564,9 @@ def _nvidia_smi(gpu: Gpu, signal: str) -> str:
     return f"nvidia-smi -i {gpu.uuid} {words}"
 
 
+TIMES = r"%{http_code}, connected after %{time_connect} s, first byte after %{time_starttransfer} s\n"  # for curl -w
+
+
 def commands(about: About) -> list[str]:
     """What to paste, on the node."""
     gpu, address, signal = about.gpu, about.address, about.rule.signal
@@ -538,14 +577,17 @@ def commands(about: About) -> list[str]:
     if signal in ("replicas_missing", "gpus_unallocatable"):
         return ["kubectl get pods -A -o wide | grep -v Running", "kubectl describe node " + shlex.quote(about.node)]
     if signal in ("watcher", "blind"):
-        return ["tocsin doctor", *(["systemctl status tocsin"] if signal == "watcher" else [])]
+        test = ["tocsin notify test"] if "failing_s" in about.evidence else []
+        return ["tocsin doctor", *test, *(["systemctl status tocsin"] if signal == "watcher" else [])]
     if signal in ("engine_down", "engine_slow", "engine_stopped") and address:
         return [f"curl -sv -m 5 -o /dev/null http://{address}/health", f"tocsin doctor http://{address}"]
     if signal.startswith(("user_", "outside_")):
         where = about.alert.subject.rstrip("/").removesuffix("/v1")
-        return [f"curl -sv -m 10 -o /dev/null {shlex.quote(where)}/v1/models", "tocsin check"]
+        return [f"curl -sS -m 10 -o /dev/null -w '{TIMES}' {shlex.quote(where)}/v1/models", "tocsin check"]
     if signal == "engine_stuck":
         return ["pgrep -af 'EngineCore|Worker'", *([f"tocsin doctor http://{address}"] if address else [])]
+    if signal == "gpu_count":
+        return ["lspci -d 10de:", "journalctl -k --since -1h | grep -E 'NVRM|pcie'", "tocsin check --gpus"]
     if signal == "gpu_lost":
         return ["nvidia-smi -L", "journalctl -k --since -1h | grep -E 'NVRM|pcie'", "tocsin check --gpus"]
     found = [_nvidia_smi(gpu, signal)] if gpu is not None else []
@@ -559,7 +601,7 @@ def commands(about: About) -> list[str]:
 def cause(about: About) -> list[str]:
     """Who, what, against which limit, since when it went so, and why there is no number now."""
     what, limit = phrase(about), about.alert.limit
-    if limit is not None and about.unit not in ("count", "of limit") and not any(w in what for w in ("limit", "SLO")):
+    if limit and about.unit not in ("count", "of limit") and not any(w in what for w in ("limit", "SLO")):
         what += f" ({SIGNS[about.rule.op]} {quantity(limit, about.unit)} breaches)"
     lines = [f"Cause: {about.who}: {what}. {MEANS.get(about.rule.signal, '')}".rstrip()]
     if about.signal is not None and about.signal.state != "value" and about.signal.why:
@@ -600,11 +642,23 @@ FINE: tuple[tuple[str, str], ...] = (("queue_age", "queue"), ("ttft_slow_share",
                                      ("gpu_temperature", "GPUs"))
 
 
-def still_fine(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What is in range on the whole node, with its number; rows as `check` tells them."""
+OF_ERRORS = frozenset({"error_burn", "node_error_burn", "error_rate", "user_error_rate"})
+OF_LIFE = frozenset({"engine_down", "engine_stuck", "engine_slow", "engine_stopped"})
+
+
+def still_fine(rows: Sequence[Mapping[str, Any]], told: Sequence[About] = ()) -> str:
+    """What is in range on the whole node, with its number; rows as `check` tells them.
+
+    `told`: what the page is about. Nothing is fine of an engine that does not answer, whatever it told last; and where
+    requests fail, nobody wants to read that the budget bears it.
+    """
     parts = []
+    dead = {name for one in told if one.rule.signal in OF_LIFE
+            for name in (one.alert.subject, one.alert.subject.partition("/")[0])}
+    failing = any(one.rule.signal in OF_ERRORS for one in told)
     for signal, name in FINE:
-        own = [row for row in rows if row["signal"] == signal]
+        own = [row for row in rows if row["signal"] == signal and row["subject"] not in dead
+               and not (failing and signal == "error_burn")]
         judged = [row for row in own if row["state"] not in ("N/A", "IDLE")]
         if not judged or any(row["state"] != "OK" for row in judged):
             continue

@@ -13,7 +13,7 @@ import pytest
 from agent import page, spark
 from agent.binds import Bound
 from agent.incidents import Incident, Member
-from agent.model import Alert, Rule, Signal
+from agent.model import Alert, Book, Rule, Signal
 from agent.node import Node
 from agent.page import LOAD, About, Gpu
 from agent.signals import SIGNALS
@@ -188,6 +188,56 @@ def test_what_is_fine_has_its_numbers() -> None:
     hot = [row | {"state": "BREACH"} if row["rule"] == "gpu-temperature" else row for row in rows]
     assert "GPU" not in page.still_fine(hot)
     assert page.still_fine([]) == ""
+
+
+def test_nothing_is_fine_of_a_dead_engine_and_no_errors_where_requests_fail() -> None:
+    """"Nobody can reach it", and under it "TTFT p99 475 ms, no errors": the last numbers of a dead engine."""
+    rows = made().check()["signals"]
+    down = about(built_in()["engine-down"], 4.0, 3.0, subject=ENGINE)
+    assert page.still_fine(rows, [down]) == "Still fine: GPUs at most 65 °C"
+    assert page.still_fine(rows, [about(built_in()["engine-stuck"], 1.0, 1.0, subject=f"{ENGINE}/1")]) == \
+        "Still fine: GPUs at most 65 °C"
+    failing = page.still_fine(rows, [about(built_in()["error-rate-high"], 0.174, 0.1)])
+    assert "errors" not in failing
+    assert "KV cache 52 %" in failing
+
+
+def test_traffic_says_which_way_it_went() -> None:
+    """61 of usually 210 in a minute: 71 % under. The nearer baseline counts: 61 is 22 % over yesterday's 50."""
+    qps = built_in()["qps-change"]
+    fell = about(qps, 0.7095, 0.5, {"requests": 61.0, "30 min before": 210.0})
+    assert page.phrase(fell) == "traffic 71 % under its usual: 61 requests in 60 s, usually 210"
+    rose = about(qps, 1.5, 0.5, {"requests": 500.0, "30 min before": 200.0, "yesterday": 100.0})
+    assert page.phrase(rose) == "traffic 150 % over its usual: 500 requests in 60 s, usually 200"
+    assert page.phrase(about(qps, 1.5, 0.5)) == "traffic 150 % off its usual, limit 50 %"
+
+
+@pytest.mark.parametrize(("reasons", "want"), [
+    ([0, 0], "No other GPU is: look at this card's power cables first."),
+    ([0x80, 0], "So are GPU 0: the supply or the feed of the whole server."),
+    ([0x80, 0x84], "So are GPU 0, 1: the supply or the feed of the whole server.")])
+def test_one_card_without_power_or_the_whole_server(reasons: list[int], want: str) -> None:
+    """All cards at 64 °C and one braked read "others are hot, too: the chassis": nobody looked at the power."""
+    gpus = [Gpu(n, f"GPU-{n}", 64.0, reasons=bits) for n, bits in enumerate(reasons)]
+    braked = about(built_in()["gpu-power-brake"], 0.78, 0.6, subject=HOT, gpus=[*gpus, Gpu(3, HOT, 64.0, reasons=0x80)])
+    assert page.details(braked) == ["GPU 3: 64 °C, held back by power brake of the server.", want]
+    over = replace(braked, gpus=[*gpus, Gpu(3, HOT, 64.0, reasons=0)])
+    assert page.details(over) == ["GPU 3: 64 °C."]
+
+
+def test_a_page_whose_cause_is_over_still_says_what_goes_on() -> None:
+    """GPU 3 was cool again, ITL was not: the page that was sent again had no body, and a title of the past."""
+    here = made(hot=True)
+    alert = Alert("itl-p99", ENGINE, "firing", "page", T0 + 400, T0 + 400, value=0.02, limit=0.01)
+    here.book = Book({("itl-p99", ENGINE): alert}, here.book.resolved_at)
+    left = Incident("gpu-17/gpu-thermal-limit/1", T0 + 300, ("gpu-thermal-limit", HOT), (
+        Member("gpu-thermal-limit", HOT, T0 + 300, "GPU 3 on gpu-17: 91 °C, its limit 89 °C, 60 s", T0 + 500),
+        Member("itl-p99", ENGINE, T0 + 400, "llama-70b on gpu-17: ITL p99 212 ms (SLO 150 ms), 30 s")))
+    told_ = here.incident_message(left)
+    assert told_.annotations["summary"].startswith("llama-70b on gpu-17: ITL p99 ")
+    first, second = told_.annotations["description"].splitlines()[:2]
+    assert first == "It began with this, which is over: GPU 3 on gpu-17: 91 °C, its limit 89 °C, 60 s"
+    assert second.startswith("Cause: llama-70b: ITL p99 ")
 
 
 # --- ten minutes ------------------------------------------------------------------------------------------------------
