@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev test test-k8s run lint types heavy vllm-router vllm test-engine exported torture bench clean
+.PHONY: help setup setup-dev test test-k8s run demo lint types heavy vllm-router vllm test-engine exported torture bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,6 +33,9 @@ test-k8s: setup-dev  ## the tests of tests/kube against a real API server (KUBEC
 run: setup $(CONFIG)  ## set up, then the agent on this machine, in the foreground (CONFIG=FILE for another configuration)
 	@echo "configuration: $(CONFIG)   ask it: $(BIN)/tocsin check --config $(CONFIG)   page: http://127.0.0.1:9959/"
 	$(BIN)/tocsin run --config $(CONFIG)
+
+demo: setup  ## set up, then a simulated GPU node, its engines, the real agent and a real drill (ARGS="--headless", "--quiz", …)
+	$(BIN)/tocsin demo $(ARGS)
 
 lint: setup-dev  ## ruff
 	$(BIN)/ruff check .

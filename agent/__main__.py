@@ -241,6 +241,24 @@ def check(
 
 
 @app.command()
+def demo(
+    span: Annotated[str | None, typer.Option("--for", metavar="SPAN", help="How long [default: the story].")] = None,
+    headless: Annotated[bool, typer.Option("--headless", help="Plain lines, no waiting at the end.")] = False,
+    scenario: Annotated[Path | None, typer.Option("--scenario", metavar="FILE", help="Your own story (YAML).")] = None,
+    quiz: Annotated[bool, typer.Option("--quiz", help="Ask what you would do, then show.")] = False,
+) -> None:
+    """Show it all on this machine, without a GPU.
+
+    Simulated GPUs and engines over real HTTP, the real agent, a real drill. Exit 0; 1 where what the story expects
+    did not come; 2 for a faulty scenario.
+    """
+    from agent.demo.command import show
+
+    raise typer.Exit(show(scenario, None if span is None else seconds("--for", span, least_s=1.0), headless=headless,
+                          quiz=quiz))
+
+
+@app.command()
 def watch(
     context: typer.Context,
     every: Annotated[str, typer.Option(metavar="SPAN", help="How often to look.")] = "2s",

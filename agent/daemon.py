@@ -91,8 +91,19 @@ def local_port(url: str) -> int:
     return int(port) if is_local(host.strip("[]")) else 0
 
 
+def real_gpus() -> list[Source]:
+    """What tells of this machine's GPUs."""
+    from agent.sources.nvml import NvmlSource  # 4 MiB that a node without GPUs need not hold
+
+    nvml = NvmlSource()
+    return [nvml, nvml.events, GpuDevices()]
+
+
+Gpus = Callable[[], list[Source]]  # real_gpus, but for `tocsin demo`, whose GPUs are simulated
+
+
 def sources_of(config: Config, shapes: dict[str, bool], cursor: Mapping[str, Any] | None = None,
-               *, once: bool = False) -> list[Source]:
+               *, once: bool = False, gpus: Gpus = real_gpus) -> list[Source]:
     """Everything that a configuration has read. `shapes`: which targets had several engines at first sight.
 
     `cursor`: up to where the kernel log was read; `once`: for a single look.
@@ -106,10 +117,7 @@ def sources_of(config: Config, shapes: dict[str, bool], cursor: Mapping[str, Any
         sources.append(WorkloadsSource())
     sources += [RouterSource(target_name(router), router.url, kind=router.kind) for router in config.routers]
     if config.nvml != "off":
-        from agent.sources.nvml import NvmlSource  # 4 MiB that a node without GPUs need not hold
-
-        nvml = NvmlSource()
-        sources += [nvml, nvml.events, GpuDevices()]
+        sources += gpus()
     if config.kernel_log != "off":
         path = None if config.kernel_log == "auto" else Path(config.kernel_log)
         sources.append(KernelLog(path, cursor, undated=once))
@@ -165,13 +173,13 @@ def set_up_logging(stream: TextIO) -> None:
         logger_factory=structlog.PrintLoggerFactory(stream), cache_logger_on_first_use=True)
 
 
-def build(config: Config, rules: RuleSet) -> Agent:
+def build(config: Config, rules: RuleSet, gpus: Gpus = real_gpus) -> Agent:
     """The agent with its sources, store and channels, its memory taken back. Raises StoreError."""
     store = Store(config.state_dir / DATABASE)
     learned = store.meta("learned") or {}
     shapes = {name: len(known["engines"]) > 1 or known["engines"][0] != name
               for name, known in (learned.get("targets") or {}).items() if known.get("engines")}
-    sources = [*sources_of(config, shapes, learned.get("kernel_log")), *discoveries(config, os.environ)]
+    sources = [*sources_of(config, shapes, learned.get("kernel_log"), gpus=gpus), *discoveries(config, os.environ)]
     if config.discover:  # whose process is whose, only discovery knows
         sources.append(ProbeSource(config.probe.folder))
     agent = Agent(Node(setup_of(config, rules.rules)), Collector(sources), store,
@@ -216,9 +224,9 @@ def _page_token(config: Config) -> str | None:
         return None
 
 
-def run(config: Config, rules: RuleSet, path: Path | None) -> bool:
+def run(config: Config, rules: RuleSet, path: Path | None, gpus: Gpus = real_gpus) -> bool:
     """Serve until SIGTERM or SIGINT (False), or until SIGHUP brings a good new configuration (True)."""
-    agent = build(config, rules)
+    agent = build(config, rules, gpus)
     reload = threading.Event()
     threading.Thread(target=obey, args=(agent, config, path, reload), name="signals", daemon=True).start()
     servers = serve(agent, config)
@@ -310,7 +318,7 @@ def status_line(agent: Agent, config: Config) -> str:
     return f"{config.node}: {len(config.engines)} engines, {rules} rules, {len(agent.routes)} channels"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, gpus: Gpus = real_gpus) -> int:
     """The daemon's entry: 0 after a stop, 2 on a wrong configuration or an address that is taken."""
     parser = argparse.ArgumentParser(prog="tocsin run", description="The monitoring daemon, in the foreground.")
     parser.add_argument("--config", type=Path, default=None, metavar="FILE")
@@ -319,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OBEYED)  # before any thread is: they all inherit it
     try:
         config, rules = load_all(path, os.environ, CATALOGUE)
-        again = run(config, rules, path)
+        again = run(config, rules, path, gpus)
     except ConfigErrors as errors:
         print(errors, file=sys.stderr)  # noqa: T201  (a person started this)
         return 2

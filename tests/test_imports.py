@@ -191,9 +191,29 @@ MAY_IMPORT: dict[str, Row] = {
         "agent agent.advise agent.client agent.config agent.oneshot agent.show agent.strict",
         "inspect msgspec os pathlib sys typer",
     ),
+    # `tocsin demo`: its node is simulated, its agent and its drilld are processes of their own.
+    "agent.demo": Row(),
+    "agent.demo.agent": Row("agent agent.daemon agent.demo.gpus", "os pathlib sys"),
+    "agent.demo.command": Row(
+        "agent agent.client agent.config agent.demo.node agent.demo.scenario agent.demo.story agent.signals"
+        " agent.strict", WORLD,
+    ),
+    "agent.demo.engine": Row("agent.demo agent.demo.gpus agent.demo.scheduler", WORLD),
+    "agent.demo.gpus": Row("agent.model", "os pathlib time"),
+    "agent.demo.node": Row(
+        "agent agent.client agent.demo agent.demo.gpus agent.demo.receiver agent.demo.router agent.demo.scenario"
+        " agent.demo.users", WORLD,
+    ),
+    "agent.demo.receiver": Row("", WORLD),
+    "agent.demo.router": Row("", WORLD),
+    "agent.demo.scenario": Row("agent.demo.gpus agent.strict", "msgspec pathlib"),
+    "agent.demo.scheduler": Row(),
+    "agent.demo.story": Row("agent agent.client agent.demo.node agent.demo.scenario", "rich time urllib"),
+    "agent.demo.users": Row("", WORLD),
     "agent.watch": Row("agent.client agent.show agent.words", "json rich select shutil sys termios time tty"),
     "agent.__main__": Row(
-        "agent agent.advise_commands agent.backtest agent.client agent.config agent.model agent.notifiers"
+        "agent agent.advise_commands agent.backtest agent.client agent.config agent.demo.command agent.model"
+        " agent.notifiers"
         " agent.notifiers.trial agent.oneshot agent.postmortem agent.record agent.release_watch agent.show"
         " agent.signals agent.silences agent.sources.nvml agent.strict agent.watch agent.words drills drills.cli"
         " drills.config rules rules.alertmanager rules.prometheus",
@@ -319,6 +339,9 @@ CLOCK_READERS = {
     "agent.release_watch": "hands the clock to what reads the two groups",
     "agent.record": "stamps what it records",
     "agent.watch": "says when it looked",
+    "agent.demo.engine": "tells since when it runs, as every process does",
+    "agent.demo.node": "dates its lines of the kernel log",
+    "agent.demo.receiver": "stamps what it got",
     "agent.store": "names a damaged file that it moves aside",
     "drills.schedule": "the timetable; its decisions are told the time",
     "drills.faults.pod_kill": "how long a pod ought to be gone",
