@@ -26,6 +26,7 @@ NAMING_A_RANK = ("rank-straggler", "rank-clock-spread")  # of slow-rank's alerts
 FIRE_WITHIN_S = 60.0  # beside the rule's own `for`
 DELIVER_WITHIN_S = 15.0  # beside the group_wait
 AT_ONCE_S = 1.0  # two instants that different processes wrote down are told apart no better
+GOES_WITHIN_S = 5.0  # so long before its kubelet has said that a pod is gone its processes may have ended
 LATE_S = 1.0  # a prober that is later than this did not keep its rate
 KEPT = 0.98
 STEP_S = 5.0
@@ -385,10 +386,16 @@ def samples(requests: Iterable[Request], span: tuple[float, float], what: str) -
 
 
 def victims_streams(evidence: Evidence) -> list[Request]:
-    """Streams that were cut since they ran on the target when it was killed: in flight then, as far as can be told."""
-    start = evidence.fault[0]
-    return [r for r in evidence.requests if evidence.restart is not None and r.outcome == "broken"
-            and r.sent_at <= start + AT_ONCE_S and r.ended_at >= start - AT_ONCE_S]
+    """Streams that were cut since they ran on the target when it was killed: in flight then, as far as can be told.
+
+    A pod that was told to go is sent streams until all have heard of it, and cuts those of its last moment, too.
+    """
+    if evidence.restart is None:
+        return []
+    start, gone = evidence.fault[0], evidence.restart.steps.get("gone")
+    ends = [(start, start), *([] if gone is None else [(gone - GOES_WITHIN_S, gone)])]
+    return [r for r in evidence.requests if r.outcome == "broken" and any(
+        r.sent_at <= last + AT_ONCE_S and r.ended_at >= first - AT_ONCE_S for first, last in ends)]
 
 
 def error_row(evidence: Evidence) -> Row | None:

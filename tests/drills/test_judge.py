@@ -255,6 +255,16 @@ def test_errors_and_streams_on_the_victim() -> None:
     assert (later["error_ratio"].verdict, later["no_other_stream_cut"].verdict) == (PASS, FAIL)
 
 
+@pytest.mark.parametrize(("gone_s", "want"), [(22.0, PASS), (30.0, FAIL), (10.0, FAIL), (None, FAIL)])
+def test_streams_on_a_pod_that_went_later(gone_s: float | None, want: Verdict) -> None:
+    """Its preStop slept 20 s, while its Service still sent to it: what it cut then was called another engine's."""
+    assert GOOD.restart is not None
+    steps = {} if gone_s is None else {"gone": GOOD.fault[0] + gone_s}
+    cut = replace(GOOD, requests=traffic(lasting(19.9, 20.5, outcome="broken")),
+                  restart=replace(GOOD.restart, steps=steps))
+    assert rows_of(cut)["no_other_stream_cut"].verdict is want
+
+
 @pytest.mark.parametrize(
     ("story", "end_s", "want"),
     [("4 of 200 s refused", 4, PASS), ("10 s refused", 10, UNSURE), ("60 s refused", 60, FAIL)],
