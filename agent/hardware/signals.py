@@ -145,7 +145,7 @@ def gpu_count(ask: Ask) -> Signal:
     unloaded = driver_not_loaded(ask)
     gone = unloaded or (not told_of and none_in_pci(ask))
     if codes and not told_of and not gone:
-        return ask.gap(Why.MISSING, "NVML has not told of any GPU since Tocsin was started")
+        return ask.gap(Why.MISSING, "NVML tells of no GPU since Tocsin was started, or for a while now")
     shown = 0 if gone else shown
     words = ["the kernel module nvidia is not loaded" if unloaded else f"NVML shows {shown}"]
     for name, what in (("gpus_pci", "PCI"), ("gpus_dev", "/dev/nvidia*")):
@@ -177,9 +177,13 @@ def none_in_pci(ask: Ask) -> bool:
 
 
 def codes_of(scene: Scene) -> Mapping[str, Why | None]:
-    """Why each GPU does not tell its temperature; None where it does, MISSING where it never did since our start."""
+    """Why each GPU does not tell its temperature; None where it does, MISSING where it never did since our start.
+
+    What an earlier run of ours read comes back from the store, and is late.
+    """
     told_by = {uuid: scene.windows.latest(uuid, "gpu_temp_c", scene.now) for uuid in scene.gpus}
-    return {uuid: None if isinstance(got, Sample) else got.code for uuid, got in told_by.items()}
+    return {uuid: None if isinstance(got, Sample) else Why.MISSING if got.code is Why.LATE else got.code
+            for uuid, got in told_by.items()}
 
 
 def never_told(scene: Scene, uuid: str) -> bool:
