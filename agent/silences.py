@@ -15,6 +15,7 @@ from typing import Any
 
 ALL = "*"
 LONGEST_S = 7 * 86400.0  # longer, and nobody remembers that it is there
+STEP_S = 86400.0  # of a clock that went back
 KEPT_S = 90 * 86400.0  # of what has ended, for the quarter's review
 KEPT = 500
 WHY_LENGTH = 300
@@ -37,8 +38,11 @@ class Silence:
     ended_by: str | None = None  # who ended it before its time; `until` is when
 
     def is_active(self, now: float) -> bool:
-        """Whether it holds. One from before a clock that stepped back holds until its end."""
-        return now < self.until
+        """Whether it holds. One from before a clock that stepped back a little holds until its end.
+
+        A machine whose clock is dead starts in another year, where every silence of the past would hold again.
+        """
+        return self.ended_by is None and self.since - STEP_S <= now < self.until
 
     def covers(self, rule: str, subject: str) -> bool:
         """Whether an alert is muted by it, as far as rule and subject go."""

@@ -63,6 +63,21 @@ def test_of_two_the_one_that_lasts_longest_is_told() -> None:
     assert mutes.over((short, long), *HOT, NOW + 600) is None
 
 
+@pytest.mark.parametrize(("now", "holds"), [
+    (NOW, True), (NOW + 59, True), (NOW + 60, False), (NOW - 3600, True), (NOW - 86400, True),
+    (NOW - 86401, False), (0.0, False),
+])
+def test_a_clock_that_stepped_back(now: float, holds: bool) -> None:
+    """A dead battery started the node in 1970, and all silences of the quarter held at once."""
+    assert silence().is_active(now) is holds
+
+
+def test_what_somebody_ended_does_not_hold_again() -> None:
+    """Ended at NOW + 30; the clock then went back a minute."""
+    (ended,) = mutes.end((silence(),), [1], "ben", NOW + 30)
+    assert (ended.is_active(NOW + 29), ended.is_active(NOW + 31)) == (False, False)
+
+
 def test_numbers_are_never_given_twice_and_old_ones_are_forgotten() -> None:
     """`tocsin unsilence 1` of yesterday's terminal must not end today's."""
     one, _ = mutes.add((), "a", "*", 60, "x", "anna", NOW)
