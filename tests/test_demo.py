@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
+import requests
 
 from agent.demo import gpus, scenario
 from agent.demo.gpus import Gpu, SimulatedGpus
+from agent.demo.router import Router
 from agent.demo.scheduler import BASE_S, SEQUENCE_S, TOKEN_S, Request, Scheduler, hashes
 from agent.hardware.lines import line_of
 from agent.model import Gap, Sample, Why
 from agent.strict import ConfigErrors
 from tests.needs import find, need
+from tests.receiver import Receiver, Reply
 from tests.scenes import built_in
 
 RULES = sorted(built_in())
@@ -214,3 +218,31 @@ def test_make_demo_hands_its_words_on() -> None:
         shown = subprocess.run([find("make") or "", "-n", target, "ARGS=--headless"], capture_output=True, text=True,
                                cwd=Path(__file__).parents[1], check=True).stdout
         assert wanted in shown
+
+
+# --- the router, where there is no nginx ---
+
+
+def test_the_small_router_goes_on_to_the_other_engine() -> None:
+    """The first of two ports refuses: every request is answered by the second; with none left it says 502."""
+    with Receiver() as engine, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        dead, alive = closed.getsockname()[1], int(engine.url.rpartition(":")[2])
+        router = Router(0, [dead, alive])
+        try:
+            url = f"http://127.0.0.1:{router.server_address[1]}/v1/completions"
+            answers = [requests.post(url, json={"prompt": "x"}, timeout=30).status_code for _ in range(4)]
+            engine.script(*[Reply(status=429, body=b"later")])
+            late = requests.post(url, json={"prompt": "x"}, timeout=30)
+        finally:
+            router.shutdown()
+            router.server_close()
+        assert answers == [200] * 4
+        assert [arrival.json for arrival in engine.arrivals] == [{"prompt": "x"}] * 5
+        assert (late.status_code, late.content) == (429, b"later")
+        none = Router(0, [dead])
+        try:
+            assert requests.get(f"http://127.0.0.1:{none.server_address[1]}/health", timeout=30).status_code == 502
+        finally:
+            none.shutdown()
+            none.server_close()
