@@ -57,7 +57,9 @@ TOLD: Mapping[str, str] = {
     "prefill_s_per_token": "(mean TTFT − mean wait in the queue) ÷ mean prompt",
     "prefill_s": "mean TTFT − mean wait in the queue", "queue_s": "mean wait in the queue",
     "hit_rate": "prefix-cache hits ÷ tokens looked up", "acceptance": "accepted ÷ drafted tokens",
-    "requests_per_s": "requests that finish", "queue_age_s": "age of the oldest request in the queue",
+    "requests_per_s": "requests that finish",
+    "replicas": "engines that the agent watches; give --replicas where not all serve this model",
+    "queue_age_s": "age of the oldest request in the queue",
     "preemptions": "preemptions seen", "itl_target_s": "slo.itl_p99",
 }
 

@@ -93,7 +93,6 @@ class Engine(NamedTuple):
 
     name: str
     facts: Mapping[str, float | None]
-    replicas: int | None = None
 
 
 class Asked(NamedTuple):
@@ -126,7 +125,7 @@ def engine_of(context: typer.Context, asked: Asked) -> Engine:
         _fail(f"{word}: {errors[0]}")
     if name not in known:
         _fail(f"no engine is called {word!r}; there are: {', '.join(known) or 'none'}")
-    return Engine(name, known[name], None if is_address else len(answer["targets"]))
+    return Engine(name, known[name] | ({} if is_address else {"replicas": float(len(answer["targets"]))}))
 
 
 def _answer(context: typer.Context, asked: Asked, address: str | None) -> Any:
@@ -153,12 +152,15 @@ def decide(context: typer.Context, checklist: Callable[..., Advice], given: Mapp
     """Fill in what is not given, decide, print."""
     of = engine_of(context, asked) if of is None else of
     wanted = inspect.signature(checklist).parameters
-    taken: dict[str, Any] = {name: of.facts[name] for name in wanted
-                             if given.get(name) is None and of.facts.get(name) is not None}
+    taken: dict[str, Any] = {name: value for name in wanted if given.get(name) is None
+                             and (value := of.facts.get(name)) is not None and (value > 0 or name not in OVER_0)}
     taken = {name: int(value) if name in COUNTS else value for name, value in taken.items()}
     inputs = {name: value for name, value in given.items() if value is not None} | taken
     lacking = [OPTIONS.get(name, f"--{name.replace('_', '-')}") for name, one in wanted.items()
                if one.default is one.empty and name not in inputs]
+    for name in OVER_0.intersection(inputs):
+        if inputs[name] <= 0:
+            _fail(f"{OPTIONS.get(name, '--' + name.replace('_', '-'))} must be over 0", USAGE)
     if lacking:
         why = f"; {of.name} does not tell it" if of.name else ", or --from an engine that tells it"
         _fail(f"it takes {', '.join(lacking)}{why}", USAGE)
@@ -184,7 +186,9 @@ def report(found: Advice, engine: str, taken: Mapping[str, Any]) -> Report:
     return [*lines, f"The checklist: runbooks/checklists/{found.checklist}.md"]
 
 
-COUNTS = frozenset({"sequences", "gpus"})  # an engine tells them as any number
+OVER_0 = frozenset({"context_tokens", "sequences", "gpus", "gpu_bytes", "weight_bytes", "token_bytes", "micro_batches",
+                    "prefill_s_per_token", "link_bytes_per_s", "prompt_tokens", "batch"})  # what is divided by
+COUNTS = frozenset({"sequences", "gpus", "replicas"})  # an engine tells them as any number
 OPTIONS: Mapping[str, str] = {
     "weight_bytes": "--weights", "gpu_bytes": "--gpu-memory", "token_bytes": "--kv-bytes-per-token",
     "context_tokens": "--context", "itl_target_s": "--itl", "decode_step_s": "--decode-step",
@@ -334,7 +338,7 @@ def routing(context: typer.Context,
     asked = Asked(engine, watch_for, config, as_json)
     of = engine_of(context, asked)
     hit_rate = of.facts.get("hit_rate")
-    given = {"replicas": replicas or of.replicas, "adapters": adapters, "uniform_cost": uniform,
+    given = {"replicas": replicas, "adapters": adapters, "uniform_cost": uniform,
              "prefix_reuse": prefixes or (hit_rate is not None and hit_rate >= advise.PAYS_OFF),
              "telemetry_age_s": age, "prefill_saved_s": saved, "longer_wait_s": longer}
     decide(context, advise.routing, given, asked, of)

@@ -38,14 +38,14 @@ def facts_of(scene: Scene, target: Target, engine: str, span_s: float = LONGEST_
               if isinstance(got := windows.latest(gpu.uuid, "gpu_mem_total", now), Sample)]
     return {
         "gpu_bytes": min(memory, default=None), "gpus": float(len(gpus)) if gpus else None,
-        "capacity_tokens": kv_tokens(scene, engine), "sequences": max(running, default=None),
-        "kv_usage": max(usage, default=None), "running": sum(running) / len(running) if running else None,
+        "capacity_tokens": kv_tokens(scene, engine), "sequences": max(running, default=0.0) or None,
+        "kv_usage": max(usage, default=None), "running": _ratio(sum(running), len(running)) or None,
         "prompt_tokens": prompt, "output_tokens": _ratio(rise("generation_tokens"), rise("ttft", "count")),
         "decode_step_s": _ratio(rise("itl", "sum"), rise("itl", "count")), "ttft_s": ttft_s, "queue_s": queue_s,
         "prefill_s": prefill_s, "prefill_s_per_token": _ratio(prefill_s, prompt),
         "hit_rate": _ratio(rise("prefix_hits"), rise("prefix_queries")),
         "acceptance": _ratio(rise("spec_accepted"), rise("spec_draft")),
-        "requests_per_s": sum(finished.values()) / watched_s if finished and watched_s > 0 else None,
+        "requests_per_s": _ratio(sum(finished.values()), watched_s) or None,
         "preemptions": rise("preemptions"), "itl_target_s": target.slo.itl_p99,
     }
 

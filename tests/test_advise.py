@@ -205,7 +205,7 @@ def test_the_facts_of_an_engine() -> None:
         "prompt_tokens": 800.0, "output_tokens": 200.0, "decode_step_s": 0.045, "ttft_s": 3.0, "queue_s": 1.0,
         "prefill_s": 2.0, "prefill_s_per_token": 0.0025, "hit_rate": 0.25, "acceptance": None, "requests_per_s": 0.1,
         "preemptions": 0.0, "itl_target_s": 0.15}
-    assert set(advise.TOLD) - {"queue_age_s"} <= set(found)
+    assert set(advise.TOLD) - {"queue_age_s", "replicas"} <= set(found)
 
 
 def test_an_engine_that_did_nothing_tells_no_means() -> None:
@@ -277,12 +277,40 @@ def test_json_has_the_numbers(cli: Cli) -> None:
     (["speculative", "--acceptance", "72"], 2, "72 is over 1; write 72% or 0.72"),
     (["prefix-caching", "--reuse", "some"], 2, "'some' is none of system-prompt"),
     (["kv-cache", "--context", "1", "--from", "llama"], 3, "name the engine by its address: --from http://"),
+    (["kv-cache", "--context", "0", "--sequences", "4", "--kv-bytes-per-token", "1", "--gpu-memory", "80GB"], 2,
+     "--context must be over 0"),
+    (["chunked-prefill", "--decode-step", "45ms", "--prefill-per-token", "0ms", "--itl", "150ms"], 2,
+     "--prefill-per-token must be over 0"),
     (["routing", "--from", "127.0.0.1:9", "--watch-for", "1s"], 3, "127.0.0.1:9"),
 ])
 def test_what_is_wrong_says_what_to_write(cli: Cli, words: list[str], code: int, said: str) -> None:
     """Exit 2 for a question that cannot be answered, 3 for an engine that is not there; no traceback."""
     got, _, err = cli(*words)
     assert (got, said in " ".join(err.replace("│", " ").split()), "Traceback" in err) == (code, True, False), err
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["kv-cache", "--context", "400"], "it takes --sequences; "),
+    (["speculative"], "it takes --batch or a measured --acceptance")])
+def test_an_idle_engine_tells_no_batch(cli: Cli, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
+    """None ran: KV sizing divided by 0, and "batch 0: the GPU has compute to spare" turned speculation on."""
+    monkeypatch.setattr("agent.oneshot.DOCTOR_POLL_S", 0.01)
+    with PageServer() as server:
+        server.set_page(lambda: 'vllm:num_requests_running{model_name="m"} 0\n'
+                        'vllm:num_requests_waiting{model_name="m"} 0\n'
+                        'vllm:cache_config_info{block_size="128",num_gpu_blocks="14",model_name="m"} 1\n')
+        code, _, err = cli(*words, "--from", server.url, "--watch-for", "1s")
+    assert (code, said in err, "Traceback" in err) == (2, True, False), err
+
+
+def test_replicas_come_from_the_agent_and_are_said_to(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three engines on a node are three replicas only where they serve one model: it says where the 3 is from."""
+    facts: dict[str, float | None] = {"hit_rate": None}
+    monkeypatch.setattr("agent.client.ask", lambda *_: {"targets": [
+        {"facts": {"llama": facts}}, {"facts": {"llama-2": facts}}, {"facts": {"llama-3": facts}}]})
+    code, out, err = cli("routing", "--from", "llama")
+    assert code == 0, err
+    assert "replicas 3 (engines that the agent watches; give --replicas where not all" in " ".join(out.split())
 
 
 def test_an_engine_fills_in_what_is_not_given(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
