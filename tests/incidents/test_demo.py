@@ -1,9 +1,10 @@
-"""`tocsin demo --headless`, whole: what it tells on its screen is what the agent's own API told meanwhile."""
+"""`make demo ARGS=--headless`, whole: what it tells on its screen is what the agent's own API told meanwhile."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ from tests.agent_process import ROOT
 pytestmark = pytest.mark.heavy
 
 WITHIN_S = 600.0  # only against a hang: it takes two minutes
+# The target as it is typed; what it sets up is here: these tests run in it.
+COMMAND = ["make", "--old-file=setup", "demo", "ARGS=--headless", f"BIN={Path(sys.executable).parent}"]
 GPU_3 = "GPU-de300000-0000-4000-8000-000000000003"
 
 
@@ -28,8 +31,8 @@ def play(folder: Path) -> tuple[str, int, list[dict[str, Any]], list[dict[str, A
     transitions: list[dict[str, Any]] = []
     deadline = time.monotonic() + WITHIN_S
     with (folder / "said").open("w+") as said:
-        process = subprocess.Popen([sys.executable, "-m", "agent", "demo", "--headless"], cwd=ROOT, stdout=said,
-                                   stderr=subprocess.STDOUT, env=os.environ | {"TMPDIR": str(folder)})
+        process = subprocess.Popen(COMMAND, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
+                                   env=os.environ | {"TMPDIR": str(folder)})
         try:
             while process.poll() is None and time.monotonic() < deadline:
                 for path in folder.glob("tocsin-demo-*/tocsin.sock"):
@@ -39,7 +42,8 @@ def play(folder: Path) -> tuple[str, int, list[dict[str, Any]], list[dict[str, A
                 time.sleep(0.5)
             status = process.wait(1.0)
         finally:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         said.seek(0)
         return said.read(), status, incidents, transitions
