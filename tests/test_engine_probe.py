@@ -229,7 +229,7 @@ class Event:
         Event.clock += 1.0; self.at = Event.clock
     def query(self): return Event.done
     def elapsed_time(self, other): return other.at - self.at
-sys.modules["torch"].cuda = Plain(Event=Event)
+sys.modules["torch"].cuda = Plain(Event=Event, is_current_stream_capturing=lambda: False)
 group = GroupCoordinator(); worker = Worker(config(tp=2), device="cuda")
 worker.work = lambda: (group._all_reduce_out_place(1), group._all_reduce_out_place(2))
 def steps(n):
@@ -247,6 +247,22 @@ def test_on_a_device_one_step_in_64_is_timed_by_its_own_clock(memory: Path) -> N
         found = reading(engine)
         assert value(found, "probe_rank_steps", key="0") == 1.0
         assert value(found, "probe_rank_seconds", key="0") == pytest.approx(0.003)
+
+
+def test_a_step_that_captures_a_graph_gets_no_event_in_it(memory: Path) -> None:
+    """An event with a clock in a stream under capture breaks the capture: that step, the 64th, is not timed."""
+    with FakeVllm(memory, "0.32.0") as engine:
+        marks = engine.run(IMPORTS + DEVICE + """
+steps(63)
+torch = sys.modules["torch"]; torch.cuda.is_current_stream_capturing = lambda: True
+Event.done = True; steps(1)
+answer = Event.clock
+""")
+        assert marks == 1.0  # the one at the step's begin, before the capture
+        assert engine.run("from tocsin_probe import seams; answer = list(seams._probe.ended)") == []
+        assert ("probe_rank_steps", "e", "0") not in reading(engine)
+        engine.run("torch.cuda.is_current_stream_capturing = lambda: False; steps(64)")
+        assert value(reading(engine), "probe_rank_steps", key="0") == 1.0
 
 
 def test_a_profiled_step_counts_the_kernels_that_are_no_collectives() -> None:
@@ -311,6 +327,19 @@ def test_what_fails_on_our_side_ends_its_seam_and_not_the_engine(memory: Path, s
         assert engine.run(code) in (None, "ran"), story
         assert engine.run(code) in (None, "ran"), story
         assert seam in engine.run("from tocsin_probe import seams; answer = list(seams._probe.ended)"), story
+
+
+@pytest.mark.parametrize("code", [
+    ("import logging\nclass No(logging.Filter):\n    def filter(self, record): raise ValueError('a filter')\n"
+     "logging.getLogger('vllm.tocsin_probe').addFilter(No())\nr = Request('a', 'now')"),
+    ("class Mute(ValueError):\n    def __str__(self): raise RuntimeError('no words')\n"
+     "class When:\n    def __float__(self): raise Mute\nr = Request('a', When())")])
+def test_a_seam_ends_also_where_its_end_cannot_be_logged(memory: Path, code: str) -> None:
+    """The operator's log filter raises, or the error has no words: the engine's call returns all the same."""
+    with FakeVllm(memory, "0.32.0") as engine:
+        engine.run(IMPORTS + "core = Scheduler()\n" + code)
+        assert engine.run("core.add_request(r)") is None
+        assert engine.run("from tocsin_probe import seams; answer = list(seams._probe.ended)") == ["queue"]
 
 
 def test_what_the_engine_raises_passes_through(memory: Path) -> None:

@@ -181,6 +181,9 @@ class Rank:
         """Before a collective that is timed; what it returns is handed to `leave`."""
         self._calls += 1
         if self._spans is not None:
+            if sys.modules["torch"].cuda.is_current_stream_capturing():  # an event would spoil the graph
+                self._spans, self.timing = None, False
+                return None
             return _mark()
         return time.monotonic() if self._is_host else None
 

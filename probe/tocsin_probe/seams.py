@@ -84,12 +84,16 @@ class Probe:
         self.page().say({"probe": __version__, "vllm": self.version, "seams": self.seams})
 
     def end(self, name: str, error: BaseException) -> None:
-        """A seam has failed on our side: it does nothing from now on."""
-        from tocsin_probe import log
-
+        """A seam has failed on our side: it does nothing from now on. Never raises, whatever logging and words do."""
         self.ended.add(name)
-        self.seams[name] = f"{type(error).__name__}: {error}"[:200]
-        log.warning("tocsin-probe: the seam %r stands aside: %s", name, self.seams[name])
+        try:
+            from tocsin_probe import log
+
+            self.seams[name] = type(error).__name__
+            self.seams[name] = f"{type(error).__name__}: {error}"[:200]
+            log.warning("tocsin-probe: the seam %r stands aside: %s", name, self.seams[name])
+        except Exception:  # a filter of the operator's own, or an error without words
+            self.seams.setdefault(name, "it failed")
         try:
             if self._page is not None:
                 self.tell()
@@ -153,7 +157,7 @@ class Tailor(importlib.abc.MetaPathFinder):
         try:
             spec = next((found for finder in sys.meta_path if finder is not self
                          and (found := finder.find_spec(name, path, target)) is not None), None)
-            if spec is not None and spec.loader is not None:
+            if spec is not None and hasattr(spec.loader, "exec_module"):  # another kind is not met: it stays as it is
                 spec.loader = _Loader(spec.loader, lambda module: self._loaded(seams, module))
         except Exception as error:
             self._probe.end(seams[0].name, error)
