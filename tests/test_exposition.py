@@ -598,13 +598,13 @@ HOSTILE: list[tuple[str, Callable[[], bytes]]] = [
 @pytest.mark.parametrize(("story", "body"), HOSTILE, ids=[story for story, _ in HOSTILE])
 @pytest.mark.parametrize("content_type", [TEXT, OPENMETRICS])
 def test_hostile_pages(story: str, body: Callable[[], bytes], content_type: str) -> None:
-    """A page made to take our time takes seconds at the very most, and the honest line on it is still read."""
+    """A page made to take our time takes seconds of CPU at the very most, and the honest line on it is still read."""
     page_bytes = body() + (b"# EOF\n" if content_type is OPENMETRICS else b"")
-    started_s = time.monotonic()
+    started_s = time.thread_time()
 
     page = Reader().read(page_bytes, content_type)
 
-    assert time.monotonic() - started_s < 10, story
+    assert time.thread_time() - started_s < 10, story
     assert values(page) == {"ok": 1}
     assert len(page.bad) <= 500
 
