@@ -571,7 +571,7 @@ def test_close_does_not_wait_for_a_call_that_hangs(tmp_path: Path) -> None:
     reader("close")
     reader.end()  # the process ends with the thread still in the call
 
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 5.0
 
 
 # --- release ---------------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def test_with_nothing_to_watch_it_says_at_once_what_it_looked_for() -> None:
 
     answer, _ = look(config(), 60.0)
 
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert answer["verdict"] == "unknown"
     told = "\n".join(answer["looked_for"])
     assert "engines: none is configured or found" in told

@@ -631,7 +631,7 @@ def test_a_stuck_client_does_not_keep_the_server_from_stopping(view: FakeView) -
         assert fetch(server, "/livez")[0] == 200
         started = time.monotonic()
         server.close()
-        assert time.monotonic() - started < 3.0
+        assert time.monotonic() - started < 5.0
     server.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, port))

@@ -477,10 +477,10 @@ def test_a_pause_beyond_the_deadline_ends_the_request(server: OpenAiServer, tmp_
     server.script(Behaviour(status=503, retry_after="30"))
     before = time.monotonic()
 
-    request = logical(server, tmp_path, retries=3, deadline_s=2.0)
+    request = logical(server, tmp_path, retries=3, deadline_s=20.0)
 
     assert (request.outcome, request.attempts) == ("http_5xx", 1)
-    assert time.monotonic() - before < 1.0
+    assert time.monotonic() - before < 10.0
 
 
 @pytest.mark.heavy
