@@ -337,7 +337,7 @@ class Agent:
     def _curves(self, now: float) -> list[Saved]:
         """What the minute before this tick brought, where it is over."""
         values = {key: signal.value if signal.state == "value" else None
-                  for key, signal in self.node.signals.items() if signal.state != "na"}
+                  for key, signal in self.node.signals.items()}
         return self._trend.take(now, values, self._falling())
 
     def _frames(self, rows: Iterable[Row], curves: Iterable[Saved]) -> tuple[list[FrameRow], list[LayoutRow]]:
@@ -499,7 +499,7 @@ class Agent:
                              lambda name: levels.get(name, general), since, now)
 
     def trend(self, span_s: float, wanted: frozenset[AlertKey] | None = None) -> Points:
-        """How signals went in the last `span_s`: each value within 2 h, beyond it the worst of each minute."""
+        """How signals went in the last `span_s`: of `wanted` each value within 2 h, else the worst of each minute."""
         res = FINE if span_s <= KEPT_S[FINE] and wanted is not None else MINUTE
         since = self._clock() - span_s
         with self._lock:

@@ -6,6 +6,7 @@ Where it does not write to a terminal it is quiet: one line at each change of th
 from __future__ import annotations
 
 import json
+import os
 import select
 import shutil
 import sys
@@ -55,7 +56,7 @@ def keys(stdin: TextIO) -> Iterator[Callable[[float], str | None]]:
     tty.setcbreak(fd)
 
     def hit(timeout_s: float) -> str | None:
-        return stdin.read(1) if select.select([fd], [], [], timeout_s)[0] else None
+        return os.read(fd, 1).decode(errors="replace") if select.select([fd], [], [], timeout_s)[0] else None
 
     try:
         yield hit

@@ -426,7 +426,7 @@ class _Handler(BaseHTTPRequestHandler):
         """
         daemon = self.server.daemon
         own = self.path == "/abort" and self._is_own()
-        caller = (self._caller() or "the page's token") if own else self._permitted()
+        caller = (self._caller() or f"uid {os.getuid()}") if own else self._permitted()
         if caller is None:
             return
         try:
@@ -436,6 +436,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not isinstance(asked, dict):
             self._answer(400, {"error": 'send a JSON object, as {"name": "…"}'})
             return
+        if own and asked.get("by"):  # the agent, for somebody whom the kernel does not know
+            caller = f"{asked['by']} ({caller})"
         self._try(lambda: self._act(daemon, asked, caller))
 
     def _try(self, do: Callable[[], Any]) -> None:

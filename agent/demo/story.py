@@ -236,6 +236,8 @@ class Story:
         except urllib.error.URLError as error:
             raise Unmet(f"the report does not open: {address}: {error}") from error
         self.say(f"Its report opens: {address} ({size / 1024:.0f} kB)", "bold")
+        if row["verdict"] == "FAIL":
+            raise Unmet(f"the drill {run} failed: {row['why']}")
 
 
 def page_lines(event: Mapping[str, Any]) -> list[str]:

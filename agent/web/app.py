@@ -1,7 +1,8 @@
 """What the agent tells over HTTP: one small WSGI application, once for the network and once for the unix socket.
 
-The network's side (`listen`) only reads: the agent's health, its metrics, and what alerts link to. The unix socket's
-side, guarded by the file's mode, adds what the command line and drilld ask for, and the only actions there are.
+The network's side (`listen`) only reads: the agent's health, its metrics, and what alerts link to; agent.web.pages adds
+the status page, whose forms ask for a token. The unix socket's side, guarded by the file's mode, adds what the command
+line and drilld ask for, and do.
 """
 
 from __future__ import annotations

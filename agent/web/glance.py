@@ -182,7 +182,7 @@ def moment(at: float) -> str:
 
 
 def spark(curve: Curve, limit: float | None, now: float) -> Row | None:
-    """A small curve of the last hour as SVG paths: {"paths", "limit" (its height or None), "text"}; None: no value."""
+    """A small curve of the last hour as SVG paths: {"paths", "limit" (its height or None)}; None: no value."""
     shown = [(at, value) for at, value in curve if now - HOUR_S <= at <= now]
     if not shown:
         return None

@@ -32,8 +32,10 @@ NAV = (("/", "Node"), ("/engines", "Engines"), ("/gpus", "GPUs"), ("/alerts", "A
        ("/drills", "Drills"), ("/runbooks", "Runbooks"), ("/rules", "Rules"))
 SPANS: Mapping[str, float] = {"2h": 7200.0, "24h": 86400.0}
 LIVE = "5 s"
+BY_PAGE = "the page's token"
+DRILLD_FRESH_S = 5.0
 DRILLD_S = 2.0  # drilld answers a page within this, or the page says that it does not
-WRONG_TOKEN_S = 1.0  # what a wrong token costs, one at a time
+WRONG_TOKEN_S = 1.0  # what a wrong token costs all who try
 SHOWN_RUNS = 50
 SHOWN_VERDICTS = 6
 SHOWN_ENDED = 20  # silences
@@ -52,6 +54,15 @@ class Site(NamedTuple):
     catalogue: Mapping[str, SignalSpec]
 
 
+class Drilld(NamedTuple):
+    """What the drill daemon tells: the run under way, its drills, what was held; `why` where something is missing."""
+
+    run: str | None = None
+    drills: Sequence[Mapping[str, Any]] = ()
+    runs: Sequence[Mapping[str, Any]] = ()
+    why: str = ""
+
+
 class _Views:
     """The templates, and the views that many look at, drawn once a tick."""
 
@@ -60,6 +71,25 @@ class _Views:
         self._lock = threading.Lock()
         self._environment: Any = None
         self._drawn: dict[tuple[str, bool], tuple[object, bytes]] = {}
+        self._asking = threading.Lock()
+        self._drilld = Drilld(why="The drill daemon has not answered yet.")
+        self._asked_at = -DRILLD_FRESH_S
+
+    def drilld(self) -> Drilld:
+        """What drilld tells, at most 5 s old. One asks, and the others get the last: it may hang, /livez must not."""
+        if self._asking.acquire(blocking=False):
+            try:
+                if time.monotonic() - self._asked_at >= DRILLD_FRESH_S:
+                    self._drilld = _ask_all(self.site.drilld)
+                    self._asked_at = time.monotonic()
+            finally:
+                self._asking.release()
+        return self._drilld
+
+    def forget(self) -> None:
+        """What was drawn is old: somebody has just changed what it shows."""
+        with self._lock:
+            self._drawn.clear()
 
     def draw(self, template: str, request: Request, **data: Any) -> bytes:
         """One page, or the part of it that changes (`?part=1`)."""
@@ -199,14 +229,15 @@ def _signal(views: _Views, request: Request) -> Reply:
     """One rule's signal of one subject, with its curves."""
     rule, _, subject = request.rest.partition("/")
     rows = [row for row in request.view.check()["signals"] if (row["rule"], row["subject"]) == (rule, subject)]
-    plots = [{"src": f"{glance.link('plots', rule, subject)}?span={span}", "alt": f"{rule}, the last {text}"}
+    at = f"at={request.view.tick_at() or 0:.0f}"  # another picture each tick: a browser keeps what has one address
+    plots = [{"src": f"{glance.link('plots', rule, subject)}?span={span}&{at}", "alt": f"{rule}, the last {text}"}
              for span, text in (("2h", "2 hours"), ("24h", "24 hours: the worst of each minute"))]
     return _signals(views, request, rows, f"{rule} of {subject}", plots)
 
 
 def _signals(views: _Views, request: Request, rows: Sequence[Mapping[str, Any]], heading: str,
              plots: Sequence[Mapping[str, str]]) -> Reply:
-    curves = request.view.trend(glance.HOUR_S)
+    curves = request.view.trend(glance.HOUR_S, frozenset((row["rule"], row["subject"]) for row in rows))
     found = [glance.of_signal(row, curves.get((row["rule"], row["subject"]), ()), request.now)
              for row in sorted(rows, key=glance.severity_rank)]
     drawn = views.draw("signal.html.j2", request, here="", live=LIVE, heading=heading, rows=found, plots=plots,
@@ -285,7 +316,7 @@ def _silences(views: _Views, request: Request) -> Reply:
 
     expected = [{**row(one), "rules": ", ".join(one["rules"])} for one in told["expected"] if one["rules"]]
     return _page(views.draw(
-        "silences.html.j2", request, here="/silences", title=f"Silences · {views.site.node} · Tocsin",
+        "silences.html.j2", request, here="/silences", live=LIVE, title=f"Silences · {views.site.node} · Tocsin",
         can_act=views.site.token() is not None, rule=request.query.get("rule", ""), spans=SILENCE_SPANS,
         subject=request.query.get("subject", ""), rules=sorted(rule.id for rule in request.view.rules()),
         silences=[row(one) for one in told["silences"]], expected=expected,
@@ -304,6 +335,7 @@ def _silence(views: _Views, request: Request) -> Reply:
                                     form.get("why", ""), f"{by or 'somebody'}, on the page")
     except (Unfit, ValueError) as fault:
         return _said(views, request, "Not silenced", str(fault), "400 Bad Request", "/silences")
+    views.forget()
     until = glance.moment(made["until"])
     return _said(views, request, "Silenced", f"{made['rule']} of {made['subject']} pages nobody until {until}.",
                  back="/silences")
@@ -319,6 +351,7 @@ def _unsilence(views: _Views, request: Request) -> Reply:
         ended = request.view.unsilence([int(form.get("id", ""))], "the page")
     except ValueError as fault:
         return _said(views, request, "Not ended", str(fault), "400 Bad Request", "/silences")
+    views.forget()
     rules = ", ".join(one["rule"] for one in ended)
     return _said(views, request, "Ended", f"What fires of {rules} pages again.", back="/silences")
 
@@ -326,26 +359,37 @@ def _unsilence(views: _Views, request: Request) -> Reply:
 # --- drills, which drilld knows ---------------------------------------------------------------------------------------
 
 
-def _ask(views: _Views, path: str, method: str = "GET") -> tuple[Any, str]:
+def _ask(drilld: Path, path: str, method: str = "GET", body: Any = None) -> tuple[Any, str]:
     """drilld's answer, or None and why there is none."""
     try:
-        return client.ask(views.site.drilld, path, method, answer_s=DRILLD_S), ""
+        return client.ask(drilld, path, method, body, answer_s=DRILLD_S), ""
     except client.NotRunning:
-        return None, f"No drill daemon answers on {views.site.drilld}; `systemctl start tocsin-drilld` starts it."
+        return None, f"No drill daemon answers on {drilld}; `systemctl start tocsin-drilld` starts it."
+    except client.NotPermitted:
+        return None, f"The drill daemon on {drilld} is another user's, and does not answer to this agent's."
     except client.AgentError as error:
-        return None, f"The drill daemon gives no answer: {error}"
+        how = f"it answered {error.status}" if error.status else "no answer in time"
+        return None, f"The drill daemon tells nothing: {how}; `journalctl -u tocsin-drilld` has more."
+
+
+def _ask_all(drilld: Path) -> Drilld:
+    """All three questions; the first without an answer is the last."""
+    told: list[Any] = []
+    for path in ("/", "/drills", "/runs"):
+        answer, why = _ask(drilld, path)
+        if answer is None:
+            return Drilld(run=told[0].get("run") if told else None, why=why)
+        told.append(answer)
+    state, drills, runs = told
+    return Drilld(state.get("run"), drills, sorted(runs, key=lambda run: -(run["started"] or run["planned"] or 0.0)))
 
 
 def _drills(views: _Views, request: Request) -> Reply:
-    state, why = _ask(views, "/")
-    configured, no = _ask(views, "/drills") if state is not None else ([], "")
-    runs, no_runs = _ask(views, "/runs") if state is not None else ([], "")
-    told = sorted(runs or (), key=lambda run: -(run["started"] or run["planned"] or 0.0))
+    told = views.drilld()
     return _page(views.draw(
-        "drills.html.j2", request, here="/drills", live=LIVE, why=why or no or no_runs,
-        run=(state or {}).get("run"), can_act=views.site.token() is not None,
-        drills=[_drill(row, told) for row in configured or ()], runs=[_run(run) for run in told[:SHOWN_RUNS]],
-        title=f"Drills · {views.site.node} · Tocsin"))
+        "drills.html.j2", request, here="/drills", live=LIVE, why=told.why, run=told.run,
+        can_act=views.site.token() is not None, drills=[_drill(row, told.runs) for row in told.drills],
+        runs=[_run(run) for run in told.runs[:SHOWN_RUNS]], title=f"Drills · {views.site.node} · Tocsin"))
 
 
 def _drill(row: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -372,7 +416,7 @@ def _report(views: _Views, request: Request) -> Reply:
     """A drill's postmortem, as drilld wrote it."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", request.rest):
         return app.plain_text("404 Not Found", f"{request.rest!r} is no run; /drills lists them")
-    told, why = _ask(views, f"/runs/{request.rest}/report?format=html")
+    told, why = _ask(views.site.drilld, f"/runs/{request.rest}/report?format=html")
     if told is None:
         return app.plain_text("404 Not Found", why)
     return Reply(OK, HTML, str(told["text"]).encode(), REPORT)
@@ -383,7 +427,7 @@ def _abort(views: _Views, request: Request) -> Reply:
     no = refused(views.site.token, request.form().get("token", ""))
     if no is not None:
         return _said(views, request, "Not aborted", no, "403 Forbidden")
-    told, why = _ask(views, "/abort", "POST")
+    told, why = _ask(views.site.drilld, "/abort", "POST", {"by": BY_PAGE})
     if told is None:
         return _said(views, request, "Not aborted", why, "502 Bad Gateway")
     run = told.get("run")
@@ -397,16 +441,23 @@ def _said(views: _Views, request: Request, heading: str, text: str, status: str 
                             title=f"{heading} · Tocsin"), status)
 
 
-_wrong = threading.Lock()
+_guessing = threading.Lock()
+_guessed_at = -WRONG_TOKEN_S  # monotonic, when a wrong token was last given
 
 
 def refused(token: Callable[[], str | None], given: str) -> str | None:
-    """Why a form with this token may do nothing; None where it may. A wrong one takes its time, one at a time."""
+    """Why a form with this token may do nothing; None where it may. After a wrong one none is looked at for a second.
+
+    Nobody waits here: whoever guesses must not hold the threads that answer /livez.
+    """
+    global _guessed_at
     wanted = token()
     if wanted is None:
         return "This page is read-only: `web.token_file` in tocsin.yaml names the file of a token that allows more."
-    if hmac.compare_digest(wanted.encode(), given.encode()):
-        return None
-    with _wrong:
-        time.sleep(WRONG_TOKEN_S)
+    with _guessing:
+        if time.monotonic() - _guessed_at < WRONG_TOKEN_S:
+            return "A wrong token was given a moment ago; try again in a second."
+        if hmac.compare_digest(wanted.encode(), given.encode()):
+            return None
+        _guessed_at = time.monotonic()
     return "That is not the token of `web.token_file`."

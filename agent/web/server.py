@@ -33,7 +33,7 @@ LIMITS: dict[str, Any] = {
     "asyncore_loop_timeout": 10,  # s between looks for idle connections: an idle server need not wake every second
     "channel_timeout": 30,  # s that an idle or half-sent request may hold a connection
     "max_request_header_size": 16 * 1024,
-    "max_request_body_size": 16 * 1024,  # no request of ours has a body
+    "max_request_body_size": 16 * 1024,  # forms and small JSON
     "ident": "tocsin",
 }
 

@@ -66,7 +66,7 @@ def test_the_story_is_what_the_agent_s_api_told(tmp_path: Path) -> None:
     assert len(rings) == 2, said
     assert rings[0].startswith("GPU 3 on demo-node: ")
     assert rings[1].startswith("DRILL  engine-down on demo-node, as announced by kill-llama-b")
-    assert re.search(r"The drill's verdict: (PASS|FAIL|INCONCLUSIVE): ", said)
+    assert re.search(r"The drill's verdict: (PASS|INCONCLUSIVE): ", said)
     assert re.search(r"Its report opens: http://127.0.0.1:\d+/reports/kill-llama-b-", said)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["said"]
     left = [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in cmdline(path)]

@@ -2,62 +2,83 @@
 // Asks for the view again and puts it in place. Small polling: an open stream would hold one of the server's threads.
 const EVERY_MS = 5000;
 const ANSWER_MS = 15000;
+const HELD_MS = 30000;
+const HIDDEN_EVERY = 12;  // a tab in the background asks once a minute, for the verdict in its title
 const view = document.getElementById("view");
 const lost = document.getElementById("lost");
 const said = document.getElementById("said");
 let last = "";
 let answeredAt = new Date();
 let asking = false;
+let ticks = 0;
+let putAt = Date.now();
 
+// Somebody types, or marks text to copy it: the view is left as it is, and says so.
 function inUse() {
   const at = document.activeElement;
   const selected = document.getSelection();
-  return (at && view.contains(at) && /^(INPUT|TEXTAREA|SELECT)$/.test(at.tagName)) ||
+  return (at && view.contains(at) && at.closest("form")) ||
+    [...view.querySelectorAll("input, textarea")].some((one) => one.value !== one.defaultValue) ||
     (selected && !selected.isCollapsed && view.contains(selected.anchorNode));
 }
 
-function put(text) {
-  const fresh = new DOMParser().parseFromString(text, "text/html");
+function nameOf(element) {
+  return element.id || element.getAttribute("href") || element.textContent;
+}
+
+function tell(fresh) {
+  const verdict = fresh.querySelector("[data-title]");
+  if (!verdict) return;
+  document.title = verdict.dataset.title;
+  if (said.dataset.word !== verdict.dataset.title) said.textContent = verdict.dataset.said;  // not each new number
+  said.dataset.word = verdict.dataset.title;
+}
+
+function put(fresh) {
   const focused = document.activeElement && view.contains(document.activeElement) ? document.activeElement : null;
-  const links = focused ? [...view.querySelectorAll("a, button, summary")].indexOf(focused) : -1;
+  const name = focused ? nameOf(focused) : "";
   const open = new Map([...view.querySelectorAll("details[id]")].map((one) => [one.id, one.open]));
   view.replaceChildren(...fresh.body.childNodes);
   for (const one of view.querySelectorAll("details[id]")) if (open.has(one.id)) one.open = open.get(one.id);
-  if (links >= 0) {
-    const again = view.querySelectorAll("a, button, summary")[links];
-    if (again) again.focus({ preventScroll: true });
-  }
-  const verdict = view.querySelector("[data-title]");
-  if (verdict) {
-    document.title = verdict.dataset.title;
-    if (said.textContent !== verdict.dataset.said) said.textContent = verdict.dataset.said;
-  }
+  const again = name && [...view.querySelectorAll("a, button, summary")].find((one) => nameOf(one) === name);
+  if (again) again.focus({ preventScroll: true });
+}
+
+function warn(text) {
+  lost.textContent = text;
+  lost.hidden = !text;
+  view.classList.toggle("old", Boolean(text));
 }
 
 async function refresh() {
-  if (document.hidden || asking) return;
+  ticks += 1;
+  if (asking || (document.hidden && ticks % HIDDEN_EVERY)) return;
   asking = true;
   try {
     const asked = new URL(location.href);
     asked.searchParams.set("part", "1");
     const reply = await fetch(asked, { cache: "no-store", signal: AbortSignal.timeout(ANSWER_MS) });
-    if (!reply.ok) throw new Error(`status ${reply.status}`);
+    if (!reply.ok && reply.status !== 404) throw new Error(`status ${reply.status}`);  // 404: what it showed has gone
     const text = await reply.text();
     answeredAt = new Date();
-    lost.hidden = true;
-    view.classList.remove("old");
-    if (text !== last && !inUse()) {
-      put(text);
+    const fresh = new DOMParser().parseFromString(text, "text/html");
+    tell(fresh);
+    if (text === last) {
+      warn("");
+    } else if (inUse()) {
+      if (Date.now() - putAt > HELD_MS) warn(`Held while something is typed or marked: as of ${new Date(putAt).toLocaleTimeString()}.`);
+    } else {
+      put(fresh);
       last = text;
+      putAt = Date.now();
+      warn("");
     }
   } catch (error) {
-    lost.textContent = `No answer from the agent since ${answeredAt.toLocaleTimeString()}: what stands below is old.`;
-    lost.hidden = false;
-    view.classList.add("old");
+    warn(`No answer from the agent since ${answeredAt.toLocaleTimeString()}: what stands below is old.`);
   } finally {
     asking = false;
   }
 }
 
 setInterval(refresh, EVERY_MS);
-document.addEventListener("visibilitychange", refresh);
+document.addEventListener("visibilitychange", () => { ticks = -1; refresh(); });
