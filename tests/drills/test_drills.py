@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from agent import client
 from drills import guards, ledger, lock
 from tests.drills import stand_ins
 from tests.drills.world import ALERTMANAGER_PORT, HOOK, NEEDS, NO_FAIL_OVER, Ran, World, inside, load, world
@@ -340,6 +341,16 @@ def page_elsewhere(made: World) -> Iterator[None]:
 
 
 @contextmanager
+def maintenance(made: World) -> Iterator[None]:
+    """The node is worked on: what the drill announces would reach nobody."""
+    assert made.agent is not None
+    asked = {"rule": "*", "for_s": 600.0, "why": "a new fan"}
+    held = client.ask(made.agent.socket, "/silences", "POST", asked)
+    yield
+    client.ask(made.agent.socket, "/silences/end", "POST", {"ids": [held["id"]]})
+
+
+@contextmanager
 def agent_hangs(made: World) -> Iterator[None]:
     """The agent is stopped."""
     assert made.agent is not None
@@ -366,7 +377,7 @@ def page_here(made: World) -> Iterator[None]:
 # name of the guard -> what makes it say no
 HINDRANCES: Mapping[str, Callable[[World], AbstractContextManager[None]]] = {
     "lever file": lever, "lock": another_run, "ledger": no_room, "Alertmanager": page_elsewhere,
-    "telemetry": agent_hangs, "healthy replicas": other_engine_down, "pages": page_here,
+    "silences": maintenance, "telemetry": agent_hangs, "healthy replicas": other_engine_down, "pages": page_here,
 }  # fmt: skip
 
 
