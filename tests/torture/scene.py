@@ -78,7 +78,7 @@ class Agent:
 
             def do_GET(self) -> None:
                 path = self.path.partition("?")[0]
-                fresh: dict[str, Any] = {"at": time.time(), "signals": []}
+                fresh: dict[str, Any] = {"at": time.time(), "signals": [], "silences": []}
                 self._say(fresh if path == "/check" else [])
 
             def do_POST(self) -> None:
