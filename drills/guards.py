@@ -386,6 +386,8 @@ def collect_during(config: Config, drill: Drill, stale_s: float, now: float,
 def _found(read: Callable[[], T]) -> Fact[T]:
     try:
         return Fact(read())
+    except KeyError as error:
+        return Fact(unknown=f"the answer has no {error}: do agent and drilld have the same version?")
     except Exception as error:  # whatever it is: not to know is a no
         return Fact(unknown=str(error) or type(error).__name__)
 

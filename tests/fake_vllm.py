@@ -140,7 +140,7 @@ import vllm
 import vllm.distributed.parallel_state
 import tocsin_probe
 import tocsin_probe.page
-tocsin_probe.page.WRITE_EVERY_S = 0.0  # every step of a story is looked at
+tocsin_probe.page.WRITE_EVERY_S = 1e-9  # every step of a story is looked at
 tocsin_probe.register()
 tocsin_probe.register()
 from vllm.common import *

@@ -604,6 +604,11 @@ def test_a_container_s_process_is_found_by_its_number_there(memory: Path) -> Non
     assert "not seen from here" in source.note
 
 
+def test_ranks_write_after_the_same_step() -> None:
+    """Two ranks of 4 ms a step, begun 0.1 s apart: 62 steps between two writes, and rings of 31 that must overlap."""
+    assert [written.next_write_s(now) for now in (100.13, 100.23, 100.249, 100.25)] == [100.25, 100.25, 100.25, 100.5]
+
+
 def test_how_late_each_host_enters_a_step_is_told_by_the_steps_that_all_share(memory: Path) -> None:
     """Rank 1 enters 2 ms after rank 0; the ring of 32 has moved on at one of them."""
     (memory / "probe").mkdir()

@@ -23,7 +23,7 @@ HEAD = struct.Struct("<8sIIQQd")  # magic, size, pid, start in clock ticks since
 GUARD = struct.Struct("<QII")  # sequence, CRC-32, unused
 TEXT_BYTES = 1536
 RING = 32
-WRITE_EVERY_S = 0.05  # what moves with every step is written so often; who waits, at once
+WRITE_EVERY_S = 0.25  # what moves with every step is written so often; who waits, at once
 SUFFIX = ".probe"
 MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
@@ -109,6 +109,14 @@ class Page:
                 os.unlink(self.path)
             except OSError:
                 return
+
+
+def next_write_s(now: float) -> float:
+    """When what moves with every step is written again, of now in monotonic s.
+
+    At full quarters of a second: the ranks of one machine write after the same step, so that their rings hold it both.
+    """
+    return now - now % WRITE_EVERY_S + WRITE_EVERY_S
 
 
 def file_system_of(folder: str) -> str:

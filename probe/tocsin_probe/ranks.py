@@ -107,7 +107,7 @@ class Rank:
             elif self._several:
                 self._end_on_device()
             if now >= self._due:
-                self._due = now + pages.WRITE_EVERY_S
+                self._due = pages.next_write_s(now)
                 self._write()
         elif self._step_s is not None:
             self._step_s += took_s - self._waits_s

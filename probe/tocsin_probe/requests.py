@@ -108,7 +108,7 @@ class Queue:
             return
         if self._index is None:
             self._index = engine_index(scheduler.vllm_config.parallel_config)
-        self._written, self._due = arrived, now + pages.WRITE_EVERY_S
+        self._written, self._due = arrived, pages.next_write_s(now)
         self._page().write(SCHEDULER, arrived, time.time(), self._steps, len(self._oldest.held), self._index)
 
 

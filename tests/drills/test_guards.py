@@ -266,6 +266,15 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
         server.shutdown()
 
 
+def test_an_agent_of_an_older_version_tells_no_silences(agent: Agent, tmp_path: Path) -> None:
+    """drilld was upgraded, the agent not yet: the drill waits, and says what to look at."""
+    del agent.answers["/check"]["silences"]
+    config = Config(socket=tmp_path / "agent.sock", drill_guards=DrillGuards(lever_file=tmp_path / "LEVER"))
+    facts = guards.collect(config, DRILL, PLAN, root=tmp_path, run=RUN, now=NOW, accept_unknown_budget=True,
+                           planning=True)
+    assert facts.silences.unknown == "the answer has no 'silences': do agent and drilld have the same version?"
+
+
 def test_facts_are_looked_up_in_the_world(agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Agent, Alertmanager, engines, lever file, lock and ledger, each from where it is."""
     monkeypatch.setitem(guards.REHEARSALS, "packet-loss", lambda plan: None)

@@ -100,7 +100,7 @@ class Torturer:
         over_at = time.time()
         self._look(result, killed_at, spared)
         self._heal(result, folder)
-        self._judge(result, folder, over_at)
+        self._judge(result, folder, killed_at, over_at)
         return result
 
     def _ensure_daemon(self) -> None:
@@ -155,17 +155,19 @@ class Torturer:
 
     def _look(self, result: Result, killed_at: float, spared: frozenset[int]) -> None:
         """Nothing of ours is left after a second."""
-        while result.clean_s is None:
+        # What drilld, alive, starts to heal: it looks at tables.
+        result.residue, clean_s = self._left(
+            killed_at, lambda: spared | {one.pid for pid in spared for one in proc.descendants(pid)})
+        result.clean_s = None if result.residue else clean_s
+
+    def _left(self, killed_at: float, spared: Callable[[], frozenset[int]]) -> tuple[list[str], float]:
+        """What is left, once nothing is or the time is over, and how long after the kill that was."""
+        while True:
             at_s = time.monotonic() - killed_at
-            # What drilld, alive, starts to heal: it looks at tables.
-            own = {one.pid for pid in spared for one in proc.descendants(pid)}
-            result.residue = self.stage.left(spared | own)
-            if not result.residue:
-                result.clean_s = at_s
-            elif at_s > CLEAN_WITHIN_S:
-                return
-            else:
-                time.sleep(0.02)
+            left = self.stage.left(spared())
+            if not left or at_s > CLEAN_WITHIN_S:
+                return left, at_s
+            time.sleep(0.02)
 
     def _heal(self, result: Result, folder: Path) -> None:
         """What a supervisor does: ExecStopPost=, or another start; drilld itself heals where it lives."""
@@ -181,7 +183,7 @@ class Torturer:
         if done.returncode:
             result.residue.append(f"heal: exit {done.returncode}: {done.stdout}{done.stderr}")
 
-    def _judge(self, result: Result, folder: Path, over_at: float) -> None:
+    def _judge(self, result: Result, folder: Path, killed_at: float, over_at: float) -> None:
         """After heal: a clean world, a lock that the next one gets, and a report that is true."""
         entries = ledger.read(folder)
         result.last = ledger.last_state(entries)
@@ -190,7 +192,8 @@ class Torturer:
             self.lasted_s[result.fault, state].append(ended - begun)
         assert self.daemon is not None
         alive = frozenset({self.daemon.pid}) if self.daemon.poll() is None else frozenset[int]()
-        result.residue += [f"after heal: {one}" for one in self.stage.left(alive)]
+        # Its second is not over: one that was in the middle of its exec has had neither a name nor a mark before.
+        result.residue += [f"after heal: {one}" for one in self._left(killed_at, lambda: alive)[0]]
         result.residue += [f"after heal: {run} {why}" for run, why in lock.unsettled(self.stage.root)]
         result.residue += [f"after heal: {run} is still announced" for run in self.stage.agent.announced]
         self.stage.agent.announced.clear()
