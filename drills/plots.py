@@ -6,12 +6,12 @@ The requests are read once, one at a time, and only counted: a run of a million 
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agent import forms
 from drills.model import Request
 
 MOST_STEPS = 150  # points of a line: more of them nobody sees apart
@@ -138,7 +138,7 @@ def busiest(replicas: Mapping[str, Sequence[tuple[float, float]]]) -> list[tuple
 
 def _plot(identity: str, title: str, lines: Mapping[str, Line], limit: float | None, lasts_s: float) -> Plot:
     """One plot. The fault's window lies shaded behind its lines."""
-    pygal = _pygal()
+    pygal = forms.pygal()
     ys = [y for points in lines.values() for _, y in points if y is not None]
     xs = [x for points in lines.values() for x, _ in points]
     top = max([*ys, limit or 0.0, 1e-9]) * 1.05
@@ -163,19 +163,8 @@ def _plot(identity: str, title: str, lines: Mapping[str, Line], limit: float | N
     if limit is not None:
         chart.add("limit", [(min([0.0, *xs]), limit), (max([lasts_s, *xs]), limit)],
                   stroke_style={"width": "1.5", "dasharray": "6, 4"})
-    svg, css = _plain(chart.render_tree(), title)
+    svg, css = _plain(forms.drawn(chart), title)
     return Plot(title, svg, css)
-
-
-def _pygal() -> Any:
-    """The library, imported only by who draws.
-
-    It hangs a finder for its maps into every later import, of a kind that Python 3.11 warns of and 3.12 ignores.
-    """
-    import pygal
-
-    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != pygal.__name__]
-    return pygal
 
 
 def _plain(root: Any, title: str) -> tuple[str, str]:
@@ -189,7 +178,7 @@ def _plain(root: Any, title: str) -> tuple[str, str]:
             name = str(child.tag).rpartition("}")[2]
             if name == "style":
                 css += child.text or ""
-            if child.tag is tree.Comment or name in {"script", "style", "title"} or "tooltip" in child.get("class", ""):
+            if child.tag is tree.Comment or name in {"style", "title"} or "tooltip" in child.get("class", ""):
                 parent.remove(child)
     root.set("role", "img")
     root.set("aria-label", title)

@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.review": Row("agent agent.model agent.noise"),
     # What reports are written with, an incident's and a drill's.
     "agent.escape": Row(),
-    "agent.forms": Row("agent agent.escape", "base64 importlib jinja2 markupsafe msgspec"),
+    "agent.forms": Row("agent agent.escape", "base64 importlib jinja2 markupsafe msgspec pygal sys threading"),
     "agent.postmortem": Row("agent agent.escape agent.forms agent.noise agent.words"),
     "agent.release": Row("agent.model agent.signals agent.stats agent.words"),
     "agent.trend": Row("agent.model"),
@@ -154,11 +154,11 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.web.metrics": Row("agent.model", "prometheus_client"),
     "agent.web.glance": Row("agent.model agent.words"),
     "agent.web.pages": Row(
-        "agent agent.client agent.model agent.strict agent.web agent.web.app agent.web.glance agent.web.plot"
-        " agent.words",
+        "agent agent.client agent.forms agent.model agent.strict agent.web agent.web.app agent.web.glance"
+        " agent.web.plot agent.words",
         "importlib jinja2 markdown_it markupsafe pathlib threading time hmac",
     ),
-    "agent.web.plot": Row("agent.words", "pygal sys xml.etree"),
+    "agent.web.plot": Row("agent agent.forms agent.words", "xml.etree"),
     "agent.web.server": Row("", WORLD),
     "agent.sdnotify": Row("", "os socket time"),
     "agent.client": Row("", "http pathlib socket"),
@@ -227,7 +227,7 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.model": Row(),
     "drills.judge": Row("drills.model"),
     "drills.definition": Row("drills.model", "msgspec yaml"),
-    "drills.plots": Row("drills.model", "pygal sys xml.etree"),
+    "drills.plots": Row("agent agent.forms drills.model", "xml.etree"),
     # Its run's own folder and those beside it; no clock, no network.
     "drills.report": Row(
         "agent agent.escape agent.forms drills drills.definition drills.judge drills.model drills.plots",

@@ -343,9 +343,35 @@ def test_a_drilld_that_hangs_is_asked_by_one(opened: Callable[..., Page], monkey
 def test_a_page_of_sixteen_gpus_is_drawn_by_glance_alone(opened: Callable[..., Page]) -> None:
     """What is asked of the agent for one page does not grow with those who look."""
     page = opened()
+    page.life.tick(30)
+    counted: list[Any] = []
+    check, alerts = page.agent.check, page.agent.alerts
+    page.agent.check = lambda: counted.append(1) or check()  # type: ignore[method-assign,func-returns-value]
+    page.agent.alerts = lambda past: counted.append(1) or alerts(past)  # type: ignore[assignment,func-returns-value]
+    for path in ("/", "/engines", "/gpus", "/alerts", "/numbers/H2", "/signals/gpu-temperature/GPU-0001",
+                 "/alerts/gpu-temperature/GPU-0001", "/plots/gpu-temperature/GPU-0001"):
+        counted.clear()
+        for _ in range(20):
+            assert page.ask(f"{path}?part=1")[0] == 200, path
+        assert len(counted) == 1, path
+
+
+def test_what_is_drawn_is_not_remembered_for_ever(opened: Callable[..., Page],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody's script walked over every address, guessed ones too, and all of it stood in the agent's memory."""
+    monkeypatch.setattr(pages, "MOST_DRAWN", 2)
+    page = opened()
     counted: list[Any] = []
     check = page.agent.check
     page.agent.check = lambda: counted.append(1) or check()  # type: ignore[method-assign,func-returns-value]
-    for _ in range(20):
-        page.ask("/?part=1")
-    assert len(counted) == 1
+
+    def drawn(*paths: str) -> int:
+        counted.clear()
+        for path in paths:
+            page.ask(path)
+        return len(counted)
+
+    assert drawn("/", "/engines", "/", "/engines") == 2
+    assert drawn("/numbers/H2", "/numbers/H2", "/engines") == 1
+    assert drawn("/") == 1  # the oldest had to go
+    assert drawn(*(f"/numbers/none-{n}" for n in range(5)), "/", "/numbers/H2") == 5

@@ -274,12 +274,17 @@ def _alerts(request: Request) -> Reply:
     return _json(request.view.alerts(request.query.get("resolved", "1") != "0"))
 
 
-def _alert_stats(request: Request) -> Reply:
-    last = request.query.get("last", "30d")
+def _over_last(request: Request, default: str, ask: Callable[[float], object]) -> Reply:
+    """What there is to tell of the last so long (`?last=30d`)."""
+    last = request.query.get("last", default)
     try:
-        return _json(request.view.alert_stats(duration_s(last)))
+        return _json(ask(duration_s(last)))
     except Unfit as fault:
         raise BadRequest(f"last={last}: {fault}") from fault
+
+
+def _alert_stats(request: Request) -> Reply:
+    return _over_last(request, "30d", request.view.alert_stats)
 
 
 def _silences(request: Request) -> Reply:
@@ -395,11 +400,7 @@ def _incident(request: Request) -> Reply:
 
 
 def _review(request: Request) -> Reply:
-    last = request.query.get("last", "90d")
-    try:
-        return _json(request.view.review(duration_s(last)))
-    except Unfit as fault:
-        raise BadRequest(f"last={last}: {fault}") from fault
+    return _over_last(request, "90d", request.view.review)
 
 
 def _end_announcement(request: Request) -> Reply:

@@ -36,6 +36,7 @@ BY_PAGE = "the page's token"
 DRILLD_FRESH_S = 5.0
 DRILLD_S = 2.0  # drilld answers a page within this, or the page says that it does not
 WRONG_TOKEN_S = 1.0  # what a wrong token costs all who try
+MOST_DRAWN = 64  # views that are remembered: some megabytes of signals' pages and plots at most
 SHOWN_RUNS = 50
 SHOWN_VERDICTS = 6
 SHOWN_ENDED = 20  # silences
@@ -70,7 +71,7 @@ class _Views:
         self.site = site
         self._lock = threading.Lock()
         self._environment: Any = None
-        self._drawn: dict[tuple[str, bool], tuple[object, bytes]] = {}
+        self._drawn: dict[tuple[str, bool], tuple[object, Reply]] = {}
         self._asking = threading.Lock()
         self._drilld = Drilld(why="The drill daemon has not answered yet.")
         self._asked_at = -DRILLD_FRESH_S
@@ -95,13 +96,17 @@ class _Views:
         """One page, or the part of it that changes (`?part=1`)."""
         with self._lock:
             if self._environment is None:
-                self._environment = _templates()
+                import jinja2
+
+                from agent import forms  # loaded when the first page is asked for
+
+                self._environment = forms.environment("agent.web", autoescape=True, undefined=jinja2.StrictUndefined)
         page = self._environment.get_template(template)
         told = {"node": self.site.node, "nav": NAV, "part": "part" in request.query, "live": None, **data}
         drawn: str = page.render(told)
         return drawn.encode()
 
-    def each_tick(self, name: str, request: Request, make: Callable[[], bytes]) -> bytes:
+    def each_tick(self, name: str, request: Request, make: Callable[[], Reply]) -> Reply:
         """As `make` draws it, once for all who look at it between two ticks: twenty open pages cost no more than one.
 
         One that has stopped ticking is drawn afresh each time: its page must say so.
@@ -114,17 +119,13 @@ class _Views:
             known = self._drawn.get(key)
         if known is None or known[0] != tick:
             known = tick, make()
-            with self._lock:
-                self._drawn[key] = known
+            if known[1].status == OK:  # what is not there has any number of names
+                with self._lock:
+                    self._drawn.pop(key, None)
+                    self._drawn[key] = known
+                    for oldest in list(self._drawn)[:-MOST_DRAWN]:
+                        del self._drawn[oldest]
         return known[1]
-
-
-def _templates() -> Any:
-    """The templates' environment, loaded when the first page is asked for. Everything is escaped."""
-    import jinja2
-
-    return jinja2.Environment(loader=jinja2.PackageLoader("agent.web"), autoescape=True, trim_blocks=True,
-                              lstrip_blocks=True, undefined=jinja2.StrictUndefined)
 
 
 def _page(body: bytes, status: str = OK) -> Reply:
@@ -180,40 +181,40 @@ def _static(_: _Views, request: Request) -> Reply:
 
 
 def _node(views: _Views, request: Request) -> Reply:
-    def make() -> bytes:
+    def make() -> Reply:
         view, now = request.view, request.now
         answer, curves = view.check(), view.trend(glance.HOUR_S)
         rows = answer["signals"]
         _, health = view.healthz()
         status = glance.status(answer, view.livez(now)[1], health["problems"])
-        return views.draw(
+        return _page(views.draw(
             "node.html.j2", request, here="/", live=LIVE, title=status["title"], status=status,
             ten=glance.the_ten(rows, curves, now), rest=glance.out_of_range(rows, curves, now),
             gpus=glance.gpus(view.gpus(), rows, curves, now), engines=glance.engines(answer, view.doctor(), {}, now),
-            incidents=glance.incidents(view.incidents()))
+            incidents=glance.incidents(view.incidents())))
 
-    return _page(views.each_tick("/", request, make))
+    return views.each_tick("/", request, make)
 
 
 def _engines(views: _Views, request: Request) -> Reply:
-    def make() -> bytes:
+    def make() -> Reply:
         view = request.view
         found = glance.engines(view.check(), view.doctor(), view.trend(glance.HOUR_S), request.now)
-        return views.draw("engines.html.j2", request, here="/engines", live=LIVE, engines=found,
-                          title=f"Engines · {views.site.node} · Tocsin")
+        return _page(views.draw("engines.html.j2", request, here="/engines", live=LIVE, engines=found,
+                                title=f"Engines · {views.site.node} · Tocsin"))
 
-    return _page(views.each_tick("/engines", request, make))
+    return views.each_tick("/engines", request, make)
 
 
 def _gpus(views: _Views, request: Request) -> Reply:
-    def make() -> bytes:
+    def make() -> Reply:
         view, now = request.view, request.now
         answer = view.gpus()
         found = glance.gpus(answer, view.check()["signals"], view.trend(glance.HOUR_S), now)
-        return views.draw("gpus.html.j2", request, here="/gpus", live=LIVE, gpus=found, why=answer.get("why") or "",
-                          title=f"GPUs · {views.site.node} · Tocsin")
+        return _page(views.draw("gpus.html.j2", request, here="/gpus", live=LIVE, gpus=found,
+                                why=answer.get("why") or "", title=f"GPUs · {views.site.node} · Tocsin"))
 
-    return _page(views.each_tick("/gpus", request, make))
+    return views.each_tick("/gpus", request, make)
 
 
 # --- one signal ------------------------------------------------------------------------------------------------------
@@ -221,18 +222,24 @@ def _gpus(views: _Views, request: Request) -> Reply:
 
 def _number(views: _Views, request: Request) -> Reply:
     """One of the ten, of every subject."""
-    rows = [row for row in request.view.check()["signals"] if row["number"] == request.rest]
-    return _signals(views, request, rows, f"{request.rest} {glance.NAMES.get(request.rest, '')}", [])
+    def make() -> Reply:
+        rows = [row for row in request.view.check()["signals"] if row["number"] == request.rest]
+        return _signals(views, request, rows, f"{request.rest} {glance.NAMES.get(request.rest, '')}", [])
+
+    return views.each_tick(f"/numbers/{request.rest}", request, make)
 
 
 def _signal(views: _Views, request: Request) -> Reply:
     """One rule's signal of one subject, with its curves."""
-    rule, _, subject = request.rest.partition("/")
-    rows = [row for row in request.view.check()["signals"] if (row["rule"], row["subject"]) == (rule, subject)]
-    at = f"at={request.view.tick_at() or 0:.0f}"  # another picture each tick: a browser keeps what has one address
-    plots = [{"src": f"{glance.link('plots', rule, subject)}?span={span}&{at}", "alt": f"{rule}, the last {text}"}
-             for span, text in (("2h", "2 hours"), ("24h", "24 hours: the worst of each minute"))]
-    return _signals(views, request, rows, f"{rule} of {subject}", plots)
+    def make() -> Reply:
+        rule, _, subject = request.rest.partition("/")
+        rows = [row for row in request.view.check()["signals"] if (row["rule"], row["subject"]) == (rule, subject)]
+        at = f"at={request.view.tick_at() or 0:.0f}"  # another picture each tick: a browser keeps what has one address
+        plots = [{"src": f"{glance.link('plots', rule, subject)}?span={span}&{at}", "alt": f"{rule}, the last {text}"}
+                 for span, text in (("2h", "2 hours"), ("24h", "24 hours: the worst of each minute"))]
+        return _signals(views, request, rows, f"{rule} of {subject}", plots)
+
+    return views.each_tick(f"/signals/{request.rest}", request, make)
 
 
 def _signals(views: _Views, request: Request, rows: Sequence[Mapping[str, Any]], heading: str,
@@ -245,12 +252,17 @@ def _signals(views: _Views, request: Request, rows: Sequence[Mapping[str, Any]],
     return _page(drawn, OK if found else "404 Not Found")
 
 
-def _plot(_: _Views, request: Request) -> Reply:
+def _plot(views: _Views, request: Request) -> Reply:
     """The curve of one signal as a picture."""
+    span = request.query.get("span", "2h")
+    return views.each_tick(f"/plots/{request.rest} {span}", request, lambda: _drawn_plot(request, span))
+
+
+def _drawn_plot(request: Request, span: str) -> Reply:
     from agent.web.plot import draw  # a library of some megabytes, loaded by who draws
 
     rule, subject = request.rest.partition("/")[::2]
-    span_s = SPANS.get(request.query.get("span", "2h"))
+    span_s = SPANS.get(span)
     row = next((row for row in request.view.check()["signals"] if (row["rule"], row["subject"]) == (rule, subject)),
                None)
     if row is None or span_s is None:
@@ -264,19 +276,25 @@ def _plot(_: _Views, request: Request) -> Reply:
 
 
 def _alerts(views: _Views, request: Request) -> Reply:
-    rows = glance.alerts(request.view.alerts(True), request.now)
-    return _page(views.draw("alerts.html.j2", request, here="/alerts", live=LIVE, alerts=rows,
-                            title=f"Alerts · {views.site.node} · Tocsin"))
+    def make() -> Reply:
+        rows = glance.alerts(request.view.alerts(True), request.now)
+        return _page(views.draw("alerts.html.j2", request, here="/alerts", live=LIVE, alerts=rows,
+                                title=f"Alerts · {views.site.node} · Tocsin"))
+
+    return views.each_tick("/alerts", request, make)
 
 
 def _alert(views: _Views, request: Request) -> Reply:
     """One alert for who follows the link of a page."""
-    rule, _, subject = request.rest.partition("/")
-    own = [row for row in request.view.alerts(True) if (row["rule"], row["subject"]) == (rule, subject)]
-    drawn = views.draw("alert.html.j2", request, here="/alerts", live=LIVE, rule=rule, subject=subject,
-                       rows=glance.alerts(own, request.now), signal=glance.link("signals", rule, subject),
-                       title=f"{rule} of {subject} · Tocsin")
-    return _page(drawn, OK if own else "404 Not Found")
+    def make() -> Reply:
+        rule, _, subject = request.rest.partition("/")
+        own = [row for row in request.view.alerts(True) if (row["rule"], row["subject"]) == (rule, subject)]
+        drawn = views.draw("alert.html.j2", request, here="/alerts", live=LIVE, rule=rule, subject=subject,
+                           rows=glance.alerts(own, request.now), signal=glance.link("signals", rule, subject),
+                           title=f"{rule} of {subject} · Tocsin")
+        return _page(drawn, OK if own else "404 Not Found")
+
+    return views.each_tick(f"/alerts/{request.rest}", request, make)
 
 
 def _rules(views: _Views, request: Request) -> Reply:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import Any
 
+from agent import forms
 from agent.words import quantity, span
 
 LINE, LIMIT, GREY = "#1a73e8", "#d93025", "#808589"
@@ -17,7 +16,7 @@ def draw(points: Sequence[tuple[float, float]], limit: float | None, unit: str, 
     """The picture. `points`: (unix seconds, value), by time; the axis counts back from now."""
     from xml.etree import ElementTree  # it writes; nothing foreign is read
 
-    pygal = _pygal()
+    pygal = forms.pygal()
     values = [value for _, value in points]
     low, top = min([0.0, *values]), max([*values, limit or 0.0, 1e-9])
     style = pygal.style.Style(
@@ -37,11 +36,7 @@ def draw(points: Sequence[tuple[float, float]], limit: float | None, unit: str, 
     if limit is not None and points:
         chart.add(f"limit {quantity(limit, unit)}", [(-span_s, limit), (0.0, limit)], show_dots=False,
                   stroke_style={"width": "1.5", "dasharray": "6, 4"})
-    root = chart.render_tree()
-    for parent in list(root.iter()):  # a picture needs no script
-        for script in [child for child in parent if str(child.tag).rpartition("}")[2] == "script"]:
-            parent.remove(script)
-    drawn: bytes = ElementTree.tostring(root, encoding="utf-8")
+    drawn: bytes = ElementTree.tostring(forms.drawn(chart), encoding="utf-8")
     return drawn
 
 
@@ -54,14 +49,3 @@ def _broken(points: Sequence[tuple[float, float]], now: float, span_s: float) ->
             found.append((x, None))
         found.append((x, value))
     return found
-
-
-def _pygal() -> Any:
-    """The library, imported only by who draws.
-
-    It hangs a finder for its maps into every later import, of a kind that Python 3.11 warns of and 3.12 ignores.
-    """
-    import pygal
-
-    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != pygal.__name__]
-    return pygal
