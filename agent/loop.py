@@ -10,9 +10,10 @@ import difflib
 import threading
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -20,6 +21,7 @@ import structlog
 
 from agent import noise, review, silences
 from agent.impact import impact
+from agent.layouts import Layouts
 from agent.model import (
     Alert,
     AlertKey,
@@ -49,6 +51,7 @@ log = structlog.get_logger()
 
 GRACE_S = 1.0  # how long a tick waits for its sources
 PRUNE_EVERY_S = 60.0
+LAYOUTS_EVERY_S = 3600.0  # to see which are in use, every frame is looked at
 EVENTS_APART_S = 0.5  # an event is judged at once, a storm of them no more often than this
 ALIVE_EVERY_S = 10.0  # how often the watchdog is fed between two ticks: it may be set shorter than a poll
 SELF = "self"
@@ -216,8 +219,8 @@ class Agent:
         self._tick_at: float | None = None
         self._ticked_mono = monotonic()
         self._started_mono = monotonic()
-        self._layouts: dict[tuple[str, tuple[SeriesKey, ...]], int] = {}
-        self._next_layout = 1
+        self._layouts = Layouts()
+        self._layouts_pruned_mono = monotonic()
         self._trend = Trend()
         self._fault: str | None = None  # why the last tick failed
         self._pruned_at = 0.0
@@ -231,11 +234,10 @@ class Agent:
         self.node.restore(self.store.load_book(), self.store.meta("learned") or {})
         self.node.silences = silences.from_plain(self.store.meta(SILENCES))
         keys: dict[tuple[str, int], tuple[SeriesKey, ...]] = {}
-        for row in self.store.layouts():
-            series = tuple((n, s, k) for n, s, k in msgspec.json.decode(row.keys_json, type=list[tuple[str, str, str]]))
-            keys[(row.track, row.layout)] = series
-            self._layouts[(row.track, series)] = row.layout
-            self._next_layout = max(self._next_layout, row.layout + 1)  # numbers have holes: not their count
+        self._layouts.follow(self.store.last_layout())
+        for row in self.store.layouts(but=TRACK):  # of curves there may be hundreds, read when they are drawn
+            keys[(row.track, row.layout)] = series = _series(row)
+            self._layouts.take_back(row.track, series, row.layout, self._monotonic())
         for res, keep_s in (("coarse", COARSE_KEEP_S), ("raw", RAW_KEEP_S)):
             self.node.windows.restore(_rows(self.store.frames(now - keep_s, res), keys))
 
@@ -342,12 +344,11 @@ class Agent:
 
     def _frames(self, rows: Iterable[Row], curves: Iterable[Saved]) -> tuple[list[FrameRow], list[LayoutRow]]:
         frames, layouts = [], []
+        mono = self._monotonic()
 
         def layout_of(track: str, keys: tuple[SeriesKey, ...]) -> int:
-            layout = self._layouts.get((track, keys))
-            if layout is None:
-                layout = self._layouts[(track, keys)] = self._next_layout
-                self._next_layout += 1
+            layout, is_new = self._layouts.number(track, keys, mono)
+            if is_new:
                 layouts.append(LayoutRow(track, layout, msgspec.json.encode(keys).decode()))
             return layout
 
@@ -373,8 +374,17 @@ class Agent:
                 self._pruned_at = now
                 self._count_days()
                 self.store.prune(now, {"raw": RAW_KEEP_S, "coarse": COARSE_KEEP_S, **KEPT_S})
+                self._forget_layouts()
         except StoreError as error:  # what matters is saved: the rest of the tick, and its pages, must not wait
             log.error("store_not_kept", error=str(error))  # noqa: TRY400
+
+    def _forget_layouts(self) -> None:
+        """Engines that came and went leave columns that nobody writes or reads any more. Frames are saved by now."""
+        mono, kept = self._monotonic(), None
+        if mono - self._layouts_pruned_mono > LAYOUTS_EVERY_S:
+            self._layouts_pruned_mono, kept = mono, self.store.prune_layouts()
+        with self._lock:
+            self._layouts.forget(mono, kept)
 
     def _count_days(self) -> None:
         """Add what each target did since the last time to its day, so that a quarter can be reviewed."""
@@ -504,10 +514,19 @@ class Agent:
         since = self._clock() - span_s
         with self._lock:
             under_way = [saved for saved in self._trend.minute(self._falling()) if saved.res == res]
-            layouts = {layout: keys for (track, keys), layout in self._layouts.items() if track == TRACK}
-        saved = [Saved(res, frame.at, tuple((rule, subject) for rule, subject, _ in layouts[frame.layout]), frame.blob)
-                 for frame in self.store.frames_by_time(res, since) if frame.layout in layouts]
-        return points([*saved, *under_way], wanted)
+            known = self._layouts.of_track(TRACK)
+        return points(chain(self._saved_curves(res, since, known), under_way), wanted)
+
+    def _saved_curves(self, res: str, since: float, known: Mapping[int, tuple[SeriesKey, ...]]) -> Iterator[Saved]:
+        """The saved minutes, one after the other; columns that are not known any more are read as they are met."""
+        layout, keys = 0, tuple[AlertKey, ...]()
+        for frame in self.store.frames_by_time(res, since):
+            if frame.layout != layout:
+                row = None if frame.layout in known else self.store.layout(TRACK, frame.layout)
+                series = known.get(frame.layout, ()) if row is None else _series(row)
+                layout, keys = frame.layout, tuple((rule, subject) for rule, subject, _ in series)
+            if keys:
+                yield Saved(res, frame.at, keys, frame.blob)
 
     def _falling(self) -> list[str]:
         """The rules of which the lowest value is the worst."""
@@ -731,6 +750,11 @@ def tell_owners(node: Node, collector: Collector) -> None:
     for slot in collector.slots.values():
         if isinstance(slot.source, ByProcess):
             slot.source.owners = node.owners()
+
+
+def _series(row: LayoutRow) -> tuple[SeriesKey, ...]:
+    """What the numbers of a frame mean."""
+    return tuple((n, s, k) for n, s, k in msgspec.json.decode(row.keys_json, type=list[tuple[str, str, str]]))
 
 
 def _rows(frames: Iterable[FrameRow], keys: Mapping[tuple[str, int], tuple[SeriesKey, ...]]) -> Iterable[Row]:

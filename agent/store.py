@@ -69,6 +69,7 @@ _SELECT_FRAMES = (
     " ORDER BY rowid LIMIT 512"
 )
 _SELECT_FRAMES_BY_TIME = "SELECT track, at, layout, blob, res FROM frames WHERE res=? AND at>=? ORDER BY at"
+_UNUSED_LAYOUTS = "DELETE FROM layouts WHERE (track, layout) NOT IN (SELECT DISTINCT track, layout FROM frames)"
 _SELECT_OWED = (
     "SELECT id, channel, created_at, due_at, tries, last_error, message FROM notices"
     " WHERE state='pending' ORDER BY id"
@@ -335,10 +336,31 @@ class Store:
         with self._lock:
             return [FrameRow(*row) for row in self._read(_SELECT_FRAMES_BY_TIME, (res, since))]
 
-    def layouts(self) -> list[LayoutRow]:
-        """The meaning of every frame that is kept."""
+    def layouts(self, but: str | None = None) -> list[LayoutRow]:
+        """The meaning of every frame that is kept, of all tracks `but` one."""
+        query = "SELECT track, layout, keys_json FROM layouts WHERE track IS NOT ?"
         with self._lock:
-            return [LayoutRow(*row) for row in self._read("SELECT track, layout, keys_json FROM layouts", ())]
+            return [LayoutRow(*row) for row in self._read(query, (but,))]
+
+    def layout(self, track: str, number: int) -> LayoutRow | None:
+        """The meaning of some frames; None: it is lost."""
+        query = "SELECT track, layout, keys_json FROM layouts WHERE track=? AND layout=?"
+        with self._lock:
+            return next((LayoutRow(*row) for row in self._read(query, (track, number))), None)
+
+    def last_layout(self) -> int:
+        """The largest number that a layout has; 0: there is none."""
+        with self._lock:
+            return int(self._read("SELECT MAX(layout) FROM layouts", ())[0][0] or 0)
+
+    def prune_layouts(self) -> frozenset[tuple[str, int]]:
+        """Forget layouts without frames; what is left (track, number). Whoever gives out numbers must forget the rest.
+
+        Not while frames of a new layout are on their way here.
+        """
+        with self._lock:
+            self._save_quietly([], [(_UNUSED_LAYOUTS, ())])
+            return frozenset(self._read("SELECT track, layout FROM layouts", ()))
 
     def prune(self, now: float, frame_ages_s: Mapping[str, float]) -> None:
         """Forget what is too old: transitions, delivered and rejected notices, frames by resolution."""
@@ -492,9 +514,7 @@ class Store:
         self._next_transition = 1 + (self._read("SELECT MAX(id) FROM transitions", ())[0][0] or 0)
         self._next_notice = 1 + (self._read("SELECT MAX(id) FROM notices", ())[0][0] or 0)
         self._count()
-        # Only here, before anyone reads a layout, is it safe to say that one without frames is not in use.
-        unused = "DELETE FROM layouts WHERE (track, layout) NOT IN (SELECT DISTINCT track, layout FROM frames)"
-        self._save_quietly([], [(unused, ())])
+        self.prune_layouts()
 
     def _load_notice(
         self, number: int, channel: str, created: float, due: float, tries: int, error: str | None, text: str

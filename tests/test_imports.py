@@ -56,6 +56,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.postmortem": Row("agent agent.escape agent.forms agent.noise agent.words"),
     "agent.release": Row("agent.model agent.signals agent.stats agent.words"),
     "agent.trend": Row("agent.model"),
+    "agent.layouts": Row("agent.windows"),
     "agent.advise": Row("agent.words"),
     "agent.facts": Row("agent.binds agent.model agent.signals"),
     "agent.spark": Row("agent.model"),
@@ -163,8 +164,8 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sdnotify": Row("", "os socket time"),
     "agent.client": Row("", "http pathlib socket"),
     "agent.loop": Row(
-        "agent agent.impact agent.model agent.node agent.noise agent.notifiers agent.outbox agent.review agent.signals"
-        " agent.silences agent.store agent.trend agent.web.metrics agent.windows",
+        "agent agent.impact agent.layouts agent.model agent.node agent.noise agent.notifiers agent.outbox agent.review"
+        " agent.signals agent.silences agent.store agent.trend agent.web.metrics agent.windows",
         WORLD,
     ),
     "agent.daemon": Row(

@@ -14,7 +14,7 @@ import pytest
 
 from agent import client, postmortem
 from agent.daemon import DATABASE
-from agent.loop import Agent, Collector, doctor_report
+from agent.loop import LAYOUTS_EVERY_S, Agent, Collector, doctor_report
 from agent.model import Batch, EngineFacts, Event, Found, Gap, GpuFacts, Sample, Severity, Why
 from agent.node import Node, Setup
 from agent.notifiers import Channel, Route, Wanted
@@ -24,6 +24,7 @@ from agent.outbox import Outbox
 from agent.show import check_report
 from agent.signals import CATALOGUE, Target
 from agent.store import Store, StoreError
+from agent.trend import TRACK
 from agent.web.app import PRIVATE, make_app
 from agent.web.server import serve_unix
 from rules import severity_of
@@ -870,6 +871,29 @@ def test_the_curves_of_the_page_outlive_a_kill(life: Life) -> None:
     assert 36 <= len(fine) <= 49  # the minute under way when it was killed may be lost
     assert [value for _, value in day][-2:] == [0.75, 0.5]
     assert len(day) <= 6
+
+
+def test_the_curves_of_what_came_and_went_are_drawn_and_then_forgotten(life: Life) -> None:
+    """A node whose cards were swapped every 12 minutes: each one's curve for a day, and no row of it after that."""
+    life.rules = ("gpu-temperature",)
+    card = [0]
+    agent = life.start(Scripted("nvml", lambda now: hot(now, f"GPU-{card[0]:04d}")))
+    for card[0] in range(10):
+        life.tick(14)  # a minute and more
+        life.clocks.go(650.0)
+    drawn = {subject for (_, subject), points in agent.trend(86400.0).items() if points}
+    assert drawn == {f"GPU-{n:04d}" for n in range(10)}
+    columns = {row.layout for row in agent.store.layouts() if row.track == TRACK}
+    assert len(columns) >= 10
+
+    life.clocks.go(86400.0)
+    life.tick(14)
+    life.clocks.go(LAYOUTS_EVERY_S)
+    life.tick(14)
+    left = {row.layout for row in agent.store.layouts() if row.track == TRACK}
+    assert len(left) <= 2
+    assert not left & columns - {max(columns)}
+    assert [subject for _, subject in agent.trend(86400.0)] == ["GPU-0009"]
 
 
 def test_an_incident_is_kept_with_its_worst_value_and_can_be_reported(life: Life) -> None:
