@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev test test-k8s run demo lint types heavy vllm-router vllm test-engine exported torture bench clean
+.PHONY: help setup setup-dev test test-k8s run demo lint types heavy vllm-router vllm test-engine exported torture bench nightly clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -76,9 +76,11 @@ exported: setup-dev  ## write deploy/prometheus and deploy/grafana anew from the
 torture: setup-dev  ## kill drills at random instants and look what is left (RUNS=1000; needs root and nftables)
 	$(BIN)/python -m tests.torture --runs $(RUNS)
 
-bench: setup-dev  ## what bench/ measures, one after the other
-	@for script in $(filter-out __init__,$(basename $(notdir $(wildcard bench/*.py)))); do \
-		echo "== python -m bench.$$script"; $(BIN)/python -m bench.$$script || exit 1; done
+bench: setup-dev  ## what bench/ measures in its short form, under 10 minutes; ends with one line a figure (BENCH="cost soak")
+	$(BIN)/python -m bench --short $(BENCH)
+
+nightly: setup-dev  ## the same in its long form, with 30 minutes of soak
+	$(BIN)/python -m bench $(BENCH)
 
 clean:  ## remove .venv and the caches (not the state of `make run`)
 	rm -rf $(VENV) .venv-router .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,16 +1,14 @@
 """What watching the hardware costs, and how soon an Xid is an alert: `tocsin run` on 8 GPUs x 18 NVLinks.
 
-    python -m bench.hardware [--seconds 60] [--lines 20]      (from the repository's root: it builds tests' stand-in)
+    python -m bench.hardware [--short]      (from the repository's root: it builds tests' stand-in)
 
 Then the same GPUs in seven MIG slices each. The GPUs are the C stand-in's, which answers every call; the driver's own
 time is not in the numbers. Lines are written to a file that stands for the kernel log, each a moment after the last;
-the latency is from the write to the alert on the agent's socket, asked every 5 ms. Prints `name value unit goal
-ok|short`; exits 1 when short.
+the latency is from the write to the alert on the agent's socket, asked every 5 ms.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -18,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.cost import cpu_s, peak_mib
+from bench.figures import Figure, arguments, cpu_s, peak_mib, say, tell
 from tests.agent_process import AgentProcess
 from tests.fake_nvml.build import build
 from tests.fake_nvml.reader import write_scenario
@@ -27,7 +25,6 @@ from tests.hardware.stories import gpus
 GOAL_CPU_PERCENT = 1.0  # of a core
 GOAL_MEMORY_MIB = 64.0
 GOAL_ALERT_S = 1.0
-WARM_UP_S = 20.0
 STORM_LINES = 800_000
 PAGES = (46, 62, 79, 95, 109, 110, 119, 120, 140, 143)
 
@@ -77,11 +74,9 @@ def storm_s(agent: AgentProcess, log: Path) -> float:
 
 
 def main() -> int:
-    """Measure, print, and say whether the goals are met."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long to measure the cost (60)")
-    parser.add_argument("--lines", type=int, default=20, help="how many Xids (20)")
-    args = parser.parse_args()
+    """Measure and tell."""
+    short = arguments(__doc__).parse_args().short
+    warm_up_s, seconds, lines = (6.0, 15.0, 20) if short else (20.0, 60.0, 20)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         log, scenario = folder / "kmsg", folder / "scenario.json"
@@ -90,28 +85,27 @@ def main() -> int:
         config = {"node": "bench", "poll": "5s", "discover": False, "kernel_log": str(log)}
         env = {"LD_LIBRARY_PATH": str(build()), "TOCSIN_FAKE_NVML": str(scenario)}
         with AgentProcess(folder / "agent", config, env) as agent:
-            time.sleep(WARM_UP_S)
-            cpu = cpu_percent(agent, args.seconds)
-            waits = [latency_s(agent, log, n) for n in range(args.lines)]
+            say(f"8 GPUs, {warm_up_s + seconds:.0f} s")
+            time.sleep(warm_up_s)
+            cpu = cpu_percent(agent, seconds)
+            say(f"{lines} Xids, one after the other")
+            waits = [latency_s(agent, log, n) for n in range(lines)]
             before_mib = peak_mib(agent.pid())
+            say(f"a storm of {STORM_LINES} lines")
             storm = storm_s(agent, log)
             after_mib = peak_mib(agent.pid())
+            say(f"56 MIG slices, {warm_up_s + seconds:.0f} s")
             write_scenario(scenario, gpus(8, **{f"gpu{n}": slices(n) for n in range(8)}))
-            time.sleep(WARM_UP_S)
-            mig_cpu, mig_mib = cpu_percent(agent, args.seconds), peak_mib(agent.pid())
-    rows = (("hardware_cpu", cpu, "percent_of_a_core", GOAL_CPU_PERCENT),
-            ("hardware_memory", before_mib, "MiB", GOAL_MEMORY_MIB),
-            ("xid_alert_median", statistics.median(waits), "s", GOAL_ALERT_S),
-            ("xid_alert_worst", max(waits), "s", GOAL_ALERT_S),
-            ("storm_memory", after_mib, "MiB", GOAL_MEMORY_MIB),
-            ("mig_cpu", mig_cpu, "percent_of_a_core", GOAL_CPU_PERCENT),
-            ("mig_memory", mig_mib, "MiB", GOAL_MEMORY_MIB))
-    short = False
-    for what, value, unit, goal in rows:
-        short = short or value > goal
-        print(f"{what} {value:.3g} {unit} <={goal:g} {'ok' if value <= goal else 'short'}")
-    print(f"storm_of_800000_lines {storm:.3g} s - ok")
-    return int(short)
+            time.sleep(warm_up_s)
+            mig_cpu, mig_mib = cpu_percent(agent, seconds), peak_mib(agent.pid())
+    return tell([Figure("hardware_cpu", cpu, "percent_of_a_core", GOAL_CPU_PERCENT),
+                 Figure("hardware_memory", before_mib, "MiB", GOAL_MEMORY_MIB),
+                 Figure("xid_alert_median", statistics.median(waits), "s", GOAL_ALERT_S),
+                 Figure("xid_alert_worst", max(waits), "s", GOAL_ALERT_S),
+                 Figure("storm_memory", after_mib, "MiB", GOAL_MEMORY_MIB),
+                 Figure("mig_cpu", mig_cpu, "percent_of_a_core", GOAL_CPU_PERCENT),
+                 Figure("mig_memory", mig_mib, "MiB", GOAL_MEMORY_MIB),
+                 Figure("storm_of_800000_lines", storm, "s")])
 
 
 if __name__ == "__main__":

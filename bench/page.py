@@ -19,7 +19,7 @@ import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.cost import cpu_s
+from bench.figures import cpu_s
 from tests.agent_process import AgentProcess
 from tests.engine_pages import GOLDEN
 from tests.fake_nvml.build import build

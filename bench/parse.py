@@ -1,10 +1,9 @@
 """Reading an engine's metrics page: ours against prometheus_client's parser, one process, one run, one after the other.
 
-    python -m bench.parse
+    python -m bench.parse [--short]
 
 The pages are five minutes of a real vLLM 0.32 under changing load (tests/data/recordings), in their order, each
 different from the one before. Ours reads what an engine source asks for; prometheus_client has no such choice.
-Prints `name value unit goal ok|short`; exits 1 when short.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from agent.exposition import Reader
+from bench.figures import Figure, arguments, tell
 
 RECORDING = Path(__file__).parent.parent / "tests" / "data" / "recordings" / "vllm-0.32-kv-pressure.jsonl.xz"
 ROUNDS = 5
@@ -75,25 +75,24 @@ def read_theirs(page: bytes) -> int:
 
 
 def main() -> int:
+    """Measure and tell."""
+    rounds = 2 if arguments(__doc__).parse_args().short else ROUNDS
     pages = recorded_pages()
     reader = Reader(ENGINE_FAMILIES)
     series = len(reader.read(pages[0]).series)
     ours: list[float] = []
     cold: list[float] = []
     theirs: list[float] = []
-    for _ in range(ROUNDS):  # in turns, so that a busy machine is as unkind to both
+    for _ in range(rounds):  # in turns, so that a busy machine is as unkind to both
         ours.append(ms_a_page(reader.read, pages))
         cold.append(ms_a_page(lambda page: Reader(ENGINE_FAMILIES).read(page), pages[::20]))
         theirs.append(ms_a_page(read_theirs, pages[::20]))
     warm_ms, cold_ms, theirs_ms = statistics.median(ours), statistics.median(cold), statistics.median(theirs)
-    ratio = theirs_ms / warm_ms
-    print(f"# {len(pages)} pages of about {len(pages[0])} bytes, {series} series asked for, medians of {ROUNDS} rounds")
-    print(f"parse_prometheus_client {theirs_ms:.3f} ms - ok")
-    print(f"parse_first_page {cold_ms:.3f} ms - ok")
-    print(f"parse_first_page_ratio {theirs_ms / cold_ms:.1f} x - ok")
-    print(f"parse_next_page {warm_ms:.3f} ms - ok")
-    print(f"parse_next_page_ratio {ratio:.1f} x {GOAL_RATIO:g} {'ok' if ratio >= GOAL_RATIO else 'short'}")
-    return 0 if ratio >= GOAL_RATIO else 1
+    print(f"# {len(pages)} pages of about {len(pages[0])} bytes, {series} series asked for, medians of {rounds} rounds")
+    return tell([Figure("parse_prometheus_client", theirs_ms, "ms"), Figure("parse_first_page", cold_ms, "ms"),
+                 Figure("parse_first_page_ratio", theirs_ms / cold_ms, "x"),
+                 Figure("parse_next_page", warm_ms, "ms"),
+                 Figure("parse_next_page_ratio", theirs_ms / warm_ms, "x", GOAL_RATIO, at_least=True)])
 
 
 if __name__ == "__main__":
