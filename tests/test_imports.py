@@ -211,7 +211,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.demo.scheduler": Row(),
     "agent.demo.story": Row("agent agent.client agent.demo.node agent.demo.scenario", "rich time urllib"),
     "agent.demo.users": Row("", WORLD),
-    "agent.watch": Row("agent.client agent.show agent.words", "json os rich select shutil sys termios time tty"),
+    "agent.watch": Row("agent.client agent.show agent.words", "json os rich select shutil signal sys termios time tty"),
     "agent.__main__": Row(
         "agent agent.advise_commands agent.backtest agent.client agent.config agent.demo.command agent.model"
         " agent.notifiers"

@@ -211,17 +211,29 @@ def test_a_silence_asks_for_the_token(opened: Callable[..., Page], monkeypatch: 
     assert page.ask("/silences", **wanted, token="guess")[0] == 403
     assert page.agent.silences()["silences"] == []
     assert page.ask("/silences", **wanted | {"rule": "gpu-temprature"}, token=TOKEN)[0] == 400
-    assert page.ask("/silences", **wanted | {"for": "2 weeks"}, token=TOKEN)[0] == 400
+    status, _, body = page.ask("/silences", **wanted | {"for": "2 weeks"}, token=TOKEN)
+    assert status == 400
+    assert ">Not silenced</h2>" in body
+    assert 'value="&lt;b&gt;fan&lt;/b&gt; is on its way"' in body  # what was typed is typed once
+    assert TOKEN not in body
+    assert "data-live" not in body  # nor is it refreshed away
     assert page.ask("/silences", **wanted, token=TOKEN)[0] == 200
     (made,) = page.agent.silences()["silences"]
     assert (made["rule"], made["subject"], made["by"]) == ("gpu-temperature", "GPU-0001", "eve, on the page")
     assert made["until"] - page.life.clocks.unix == 7200.0
     body = page.ask("/silences")[2]
     assert "&lt;b&gt;fan&lt;/b&gt; is on its way" in body
-    assert page.ask("/silences/end", id=str(made["id"]), token="guess")[0] == 403
-    assert page.ask("/silences/end", id="x", token=TOKEN)[0] == 400
-    assert page.ask("/silences/end", id=str(made["id"]), token=TOKEN)[0] == 200
-    assert page.agent.silences()["silences"] == []
+    assert ">2 h left<" in body
+    assert "<bdi>gpu-temperature of GPU-0001</bdi><br>" in body  # what it mutes now
+    status, _, body = page.ask("/silences/end", id=str(made["id"]), by="bob", token="guess")
+    assert status == 403
+    assert "Not ended</h2><p>That is not the token" in body
+    assert page.ask("/silences/end", id="x", by="bob", token=TOKEN)[0] == 400
+    status, _, body = page.ask("/silences/end", id=str(made["id"]), by="bob", token=TOKEN)
+    assert status == 200
+    assert "gpu-temperature of GPU-0001 pages again" in body
+    told = page.agent.silences()
+    assert (told["silences"], [one["ended_by"] for one in told["ended"]]) == ([], ["bob, on the page"])
 
 
 def test_without_a_token_there_is_no_form(opened: Callable[..., Page]) -> None:

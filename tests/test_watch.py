@@ -66,19 +66,25 @@ class Terminal:
         os.close(self.theirs)
 
 
-@pytest.mark.parametrize("end", [
-    lambda terminal: os.write(terminal.ours, b"q"), lambda terminal: terminal.process.send_signal(signal.SIGINT)])
+@pytest.mark.parametrize(("end", "status"), [
+    (lambda terminal: os.write(terminal.ours, b"q"), 0),
+    (lambda terminal: terminal.process.send_signal(signal.SIGINT), 0),
+    (lambda terminal: terminal.process.send_signal(signal.SIGTERM), 128 + signal.SIGTERM)])
 def test_q_ends_it_and_the_terminal_is_as_before(tmp_path: Path, command: list[str],
-                                                 end: Callable[[Terminal], object]) -> None:
-    """It left the terminal without echo, and the engineer typed blindly."""
+                                                 end: Callable[[Terminal], object], status: int) -> None:
+    """It left the terminal without echo and in the other screen, and the engineer typed blindly."""
     view = FakeView()
     view.checked = {"verdict": "page", "node": "gpu-17", "signals": [HOT], "why": None}
     server, terminal = serve(tmp_path, view), Terminal(command)
     try:
         terminal.until(lambda seen: "PAGE: gpu-temperature" in seen and "91 °C" in seen)
         end(terminal)
-        assert terminal.process.wait(WITHIN_S) == 0
+        assert terminal.process.wait(WITHIN_S) == status
         assert termios.tcgetattr(terminal.theirs) == terminal.before
+        other_screen, cursor = ("\x1b[?1049h", "\x1b[?1049l"), ("\x1b[?25l", "\x1b[?25h")
+        terminal.until(lambda seen: all(0 <= seen.rfind(taken) < seen.rfind(given) for taken, given in (
+            other_screen, cursor)))
+        assert "Traceback" not in terminal.seen
     finally:
         terminal.close()
         server.close()

@@ -327,51 +327,78 @@ def _runbook(views: _Views, request: Request) -> Reply:
 
 
 def _silences(views: _Views, request: Request) -> Reply:
+    return _page(_silences_page(views, request, request.query, live=LIVE))
+
+
+def _silences_page(views: _Views, request: Request, form: Mapping[str, str], no: tuple[str, str] | None = None,
+                   live: str | None = None) -> bytes:
+    """The silences, and the form with what was typed. `no`: a heading and why nothing was done, which is not live."""
     told = request.view.silences()
 
     def row(one: Mapping[str, Any]) -> dict[str, Any]:
-        return {**one, "until": glance.moment(one["until"])}
+        left_s = max(0, round(one["until"] - request.now))
+        return {**one, "until": glance.moment(one["until"]), "left": words.span(left_s) if left_s else "",
+                "all": _meant(one), "mutes": [f"{m['rule']} of {m['subject']}" for m in one.get("mutes") or ()]}
 
     expected = [{**row(one), "rules": ", ".join(one["rules"])} for one in told["expected"] if one["rules"]]
-    return _page(views.draw(
-        "silences.html.j2", request, here="/silences", live=LIVE, title=f"Silences · {views.site.node} · Tocsin",
-        can_act=views.site.token() is not None, rule=request.query.get("rule", ""), spans=SILENCE_SPANS,
-        subject=request.query.get("subject", ""), rules=sorted(rule.id for rule in request.view.rules()),
-        silences=[row(one) for one in told["silences"]], expected=expected,
-        ended=[row(one) for one in told["ended"][:SHOWN_ENDED]]))
+    return views.draw(
+        "silences.html.j2", request, here="/silences", live=live, title=f"Silences · {views.site.node} · Tocsin",
+        can_act=views.site.token() is not None, no=no, spans=SILENCE_SPANS,
+        form={key: form.get(key, "") for key in ("rule", "subject", "for", "why", "by")},
+        rules=sorted(rule.id for rule in request.view.rules()), silences=[row(one) for one in told["silences"]],
+        expected=expected, ended=[row(one) for one in told["ended"][:SHOWN_ENDED]])
+
+
+def _meant(one: Mapping[str, Any]) -> str:
+    """What a silence mutes, in words."""
+    rule = "every rule" if one.get("rule", "*") == "*" else one["rule"]
+    return f"{rule} of {'every subject' if one.get('subject', '*') == '*' else one['subject']}"
 
 
 def _silence(views: _Views, request: Request) -> Reply:
-    """Mute a rule, for who has the token."""
+    """Mute a rule, for who has the token. Where it is refused, what was typed is not lost."""
     form = request.form()
+
+    def refuse(why: str, status: str) -> Reply:
+        return _page(_silences_page(views, request, form, ("Not silenced", why)), status)
+
     no = refused(views.site.token, form.get("token", ""))
     if no is not None:
-        return _said(views, request, "Not silenced", no, "403 Forbidden", "/silences")
-    by = " ".join(form.get("by", "").split())[:NAME_LENGTH]
+        return refuse(no, "403 Forbidden")
     try:
         made = request.view.silence(form.get("rule", ""), form.get("subject") or "*", duration_s(form.get("for", "")),
-                                    form.get("why", ""), f"{by or 'somebody'}, on the page")
+                                    form.get("why", ""), _by(form))
     except (Unfit, ValueError) as fault:
-        return _said(views, request, "Not silenced", str(fault), "400 Bad Request", "/silences")
+        return refuse(str(fault), "400 Bad Request")
     views.forget()
     until = glance.moment(made["until"])
-    return _said(views, request, "Silenced", f"{made['rule']} of {made['subject']} pages nobody until {until}.",
-                 back="/silences")
+    return _said(views, request, "Silenced", f"{_meant(made)} pages nobody until {until}.", back="/silences")
 
 
 def _unsilence(views: _Views, request: Request) -> Reply:
     """End a silence, for who has the token."""
     form = request.form()
+
+    def refuse(why: str, status: str) -> Reply:
+        return _page(_silences_page(views, request, {}, ("Not ended", why)), status)
+
     no = refused(views.site.token, form.get("token", ""))
     if no is not None:
-        return _said(views, request, "Not ended", no, "403 Forbidden", "/silences")
+        return refuse(no, "403 Forbidden")
     try:
-        ended = request.view.unsilence([int(form.get("id", ""))], "the page")
+        ended = request.view.unsilence([int(form.get("id", ""))], _by(form))
     except ValueError as fault:
-        return _said(views, request, "Not ended", str(fault), "400 Bad Request", "/silences")
+        return refuse(str(fault) if form.get("id", "").isdecimal() else "Press the button of the silence that shall"
+                      " end; its number came with no form of this page.", "400 Bad Request")
     views.forget()
-    rules = ", ".join(one["rule"] for one in ended)
-    return _said(views, request, "Ended", f"What fires of {rules} pages again.", back="/silences")
+    meant = ", ".join(_meant(one) for one in ended)
+    return _said(views, request, "Ended", f"{meant} pages again: what fires of it, at the next tick.",
+                 back="/silences")
+
+
+def _by(form: Mapping[str, str]) -> str:
+    """Who says that he is at the page; only the token is proven."""
+    return f"{' '.join(form.get('by', '').split())[:NAME_LENGTH] or 'somebody'}, on the page"
 
 
 # --- drills, which drilld knows ---------------------------------------------------------------------------------------
