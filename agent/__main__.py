@@ -146,31 +146,6 @@ def emit(answer: object, as_json: bool, report: Callable[[], Report]) -> None:
         write(plain(report()))
 
 
-class Progress:
-    """Lines on stderr; on a terminal one that need not stay is overwritten by the next, elsewhere it is left out."""
-
-    def __init__(self) -> None:
-        self._open = False
-
-    def __call__(self, line: str, *, lasting: bool = False) -> None:
-        """Show a line, in place of the one before if that was not lasting."""
-        from agent.words import clean
-
-        line = clean(line)
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{line}" + ("\n" if lasting else ""))
-        elif lasting:
-            sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
-        self._open = not lasting
-
-    def done(self) -> None:
-        """Take away the line that is open."""
-        if self._open and sys.stderr.isatty():
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
-
-
 def ask_agent(settings: Config, url: str, method: str = "GET", body: object = None) -> Any:
     """The running agent's answer. Raises agent.client.NotRunning; what else goes wrong is a Failure, unknown."""
     from agent.client import AgentError, NotPermitted, ask
@@ -294,17 +269,16 @@ def _sample(settings: Config, watch_s: float, absent: Exception, *, gpus: bool) 
     """The same as the agent's answer, by looking for ourselves for a while."""
     from agent.client import NotRunning
     from agent.oneshot import sample
+    from agent.progress import Progress, in_order
 
-    progress = Progress()
     if gpus:
         import msgspec
 
         settings = msgspec.structs.replace(settings, engines=())  # their answers say nothing of the hardware
     why = f"no agent answers on {settings.socket}" if isinstance(absent, NotRunning) else str(absent)
-    progress(f"tocsin: {why}; sampling for myself, {watch_s:g} s", lasting=True)
-    answer = sample(settings, watch_s, progress, gpus=True) if gpus else sample(settings, watch_s, progress)
-    progress.done()
-    return answer
+    with in_order(), Progress() as progress:
+        progress(f"tocsin: {why}; sampling for myself, {watch_s:g} s", lasting=True)
+        return sample(settings, watch_s, progress, gpus=gpus)
 
 
 @app.command()
@@ -335,10 +309,12 @@ def doctor(
 
 def _look(settings: Config, urls: Sequence[str]) -> Any:
     from agent.oneshot import doctor as look
+    from agent.progress import Progress, in_order
     from agent.strict import Unfit
 
     try:
-        return look(settings, urls)
+        with in_order(), Progress() as progress:
+            return look(settings, urls, progress)
     except Unfit as fault:
         raise Failure(f"tocsin doctor: {fault}") from fault
 
@@ -507,6 +483,7 @@ def record(
 ) -> None:
     """Record what engines and GPUs tell, for `tocsin backtest`."""
     from agent import record as recorder
+    from agent.progress import Progress
 
     every_s, for_s = seconds("--every", every, least_s=0.1), seconds("--for", span)
     settings = load(chosen(context, config))
@@ -514,7 +491,6 @@ def record(
     for wish in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # No exception out of nowhere: it could tear the compressed stream between two bytes.
         signal.signal(wish, lambda *_: stop.set())
-    progress = Progress()
     try:
         pages = [recorder.page_url(url) for url in urls]
         readers = [recorder.scraper(page, timeout_s=max(5.0, every_s)) for page in pages]
@@ -522,12 +498,12 @@ def record(
             from agent.sources.nvml import NvmlSource
 
             readers.append(recorder.gpu_reader(NvmlSource()))
-        with recorder.recording(out, force=force) as write_row:
+        with Progress() as progress, recorder.recording(out, force=force) as write_row:
             tally = recorder.record(readers, write_row, stop, progress, every_s=every_s, for_s=for_s)
     except recorder.CannotRecord as fault:
         raise Failure(f"tocsin: {fault}") from fault
     failed = "".join(f", {count} of {target} failed" for target, count in tally.failed.items())
-    progress(f"{out}: {tally.rows} rows{failed}. Next: tocsin backtest {out}", lasting=True)
+    sys.stderr.write(f"{out}: {tally.rows} rows{failed}. Next: tocsin backtest {out}\n")
 
 
 @app.command()
@@ -791,6 +767,7 @@ def canary(
     Worse is a p99 over 1.5 x its service level, over 1 % of errors, or a business number 5 % below the old group's,
     where the numbers prove it. Exit 0 pass, 1 fail (roll back), 3 not proven either way; 130 stopped by Ctrl-C.
     """
+    from agent.progress import Progress
     from agent.release_watch import Plan, Watch, roll_back
     from agent.strict import Unfit
 
@@ -815,13 +792,12 @@ def canary(
     stop = threading.Event()
     for wish in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(wish, lambda *_: stop.set())  # no exception out of nowhere: it could tear the way back
-    progress = Progress()
-    answer = Watch(plan).run(stop, progress)
-    progress.done()
+    with Progress() as progress:
+        answer = Watch(plan).run(stop, progress)
     if answer["verdict"] == "fail":
         answer["rollback"] = fired = roll_back(plan, answer)
         if fired is not None and not fired["ok"]:
-            progress(f"tocsin: the way back FAILED ({fired['how']}): {fired['why']}; roll back by hand", lasting=True)
+            sys.stderr.write(f"tocsin: the way back FAILED ({fired['how']}): {fired['why']}; roll back by hand\n")
 
     def report() -> Report:
         from agent.show import release_report

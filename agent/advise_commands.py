@@ -139,8 +139,10 @@ def _answer(context: typer.Context, asked: Asked, address: str | None) -> Any:
         if address is None:
             return ask(settings.socket, "/doctor")
         from agent.oneshot import doctor
+        from agent.progress import Progress, in_order
 
-        return doctor(settings, [address], max(1, ceil(duration_s(asked.watch_for))))
+        with in_order(), Progress() as progress:
+            return doctor(settings, [address], progress, max(1, ceil(duration_s(asked.watch_for))))
     except (ConfigErrors, Unfit) as fault:
         _fail(str(fault), USAGE)
     except (AgentError, NotPermitted, NotRunning) as absent:

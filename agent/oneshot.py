@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from agent.daemon import local_port, setup_of, sources_of
 from agent.loop import GRACE_S, Collector, doctor_report, tell_owners
 from agent.model import FoundEngine, Source
 from agent.node import Node
+from agent.progress import Tell, quiet
 from agent.signals import CATALOGUE
 from agent.sources.discovery import DiscoverySource
 from agent.sources.engine_probe import ProbeSource
@@ -26,12 +27,12 @@ DOCTOR_ROUNDS = 2  # reads after the first
 DOCTOR_POLL_S = 1.0
 
 
-def sample(config: Config, watch_for_s: float, progress: Callable[[str], None], *, gpus: bool = False,
-           ) -> dict[str, Any]:
+def sample(config: Config, watch_for_s: float, progress: Tell, *, gpus: bool = False) -> dict[str, Any]:
     """The contract's `check`, by watching for a while: windows are as long as that, and the last sample decides.
 
     Extra key `looked_for`: what was looked for, in sentences. `gpus`: `check --gpus`, a verdict on each GPU.
     """
+    progress("looking for engines and GPUs", READ_WITHIN_S + watch_for_s, at_most=True)
     poll_s = min(config.poll, max(SHORTEST_POLL_S, watch_for_s / ROUNDS))
     config, seen = _discovered(config)
     node, sources = _prepare(config, poll_s)
@@ -49,13 +50,17 @@ def sample(config: Config, watch_for_s: float, progress: Callable[[str], None], 
     return (node.gpus_report() if gpus else node.check()) | {"looked_for": looked_for}
 
 
-def _watch(node: Node, collector: Collector, watch_for_s: float, progress: Callable[[str], None]) -> None:
+def _watch(node: Node, collector: Collector, watch_for_s: float, progress: Tell) -> None:
     poll_s = node.setup.poll_s
     end = time.monotonic() + watch_for_s
+    progress(f"watching {_sources(collector)}", watch_for_s)
     while (left_s := end - time.monotonic()) > 0:
-        progress(f"watching {len(collector.slots)} sources, {left_s:.0f} s left")
         time.sleep(min(poll_s, left_s))
         _round(node, collector, GRACE_S)
+
+
+def _sources(collector: Collector) -> str:
+    return f"{len(collector.slots)} source{'s' if len(collector.slots) != 1 else ''}"
 
 
 def _round(node: Node, collector: Collector, wait_s: float) -> dict[str, str | None]:
@@ -113,7 +118,8 @@ def _looked_for(config: Config, sources: Sequence[Source], errors: dict[str, str
     return said
 
 
-def doctor(config: Config, urls: Sequence[str], rounds: int = DOCTOR_ROUNDS) -> dict[str, Any]:
+def doctor(config: Config, urls: Sequence[str], progress: Tell = quiet, rounds: int = DOCTOR_ROUNDS,
+           ) -> dict[str, Any]:
     """How each quantity is had, by reading everything; `urls` are looked at instead of the configured engines.
 
     An engine is read `rounds` times more, a second apart, for what only moves.
@@ -123,13 +129,17 @@ def doctor(config: Config, urls: Sequence[str], rounds: int = DOCTOR_ROUNDS) -> 
     if urls:
         engines = tuple(EngineConfig(url=url) for url in dict.fromkeys(map(_address, urls)))
         config = Config(engines=engines, nvml=config.nvml, node=config.node, discover=False)
+    progress("looking for engines and GPUs", READ_WITHIN_S + rounds * DOCTOR_POLL_S, at_most=True)
     config, seen = _discovered(config)
     node, sources = _prepare(config, min(config.poll, DOCTOR_POLL_S))
     node.see(seen.found, time.time())
     collector = Collector(sources)
     try:
+        progress(f"reading {_sources(collector)}", READ_WITHIN_S + rounds * node.setup.poll_s, at_most=True)
         errors = _round(node, collector, READ_WITHIN_S)
-        for _ in range(rounds if any(node.windows.keys_now(e, "running") for e in node.bounds) else 0):
+        more = rounds if any(node.windows.keys_now(e, "running") for e in node.bounds) else 0
+        progress("looking what moves", more * node.setup.poll_s)
+        for _ in range(more):
             time.sleep(node.setup.poll_s)  # what binds an engine is seen by what moves between two reads
             _round(node, collector, GRACE_S)
         return doctor_report(node, collector.slots, time.monotonic()) | {

@@ -18,11 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from agent.exposition import PageError, check_length, decode
 from agent.model import Batch, Sample, Source
+from agent.progress import Tell
 from agent.sources.fetch import Fetcher, FetchError
 
 CONNECT_S = 3.0
@@ -35,12 +36,6 @@ Read = Callable[[float], Row | None]  # unix seconds -> a row; None: nothing to 
 
 class CannotRecord(Exception):  # noqa: N818  (it says what happened)
     """The file cannot be written, or a URL is none; the text says why and what to do."""
-
-
-class Tell(Protocol):
-    """Progress for a person: a line that stays, or one that the next may overwrite."""
-
-    def __call__(self, line: str, *, lasting: bool) -> None: ...
 
 
 @dataclass
@@ -173,7 +168,7 @@ def record(
     while not stop.is_set() and (left_s := started + for_s - time.monotonic()) > 0:
         _take(rows, write, tally, tell, wait_s=min(left_s, 0.2))
         failed = sum(tally.failed.values())
-        tell(f"{time.monotonic() - started:.0f} of {for_s:.0f} s, {tally.rows} rows, {failed} failed", lasting=False)
+        tell(f"{tally.rows} rows, {failed} failed", started + for_s - time.monotonic())
     stop.set()
     while not rows.empty():
         _take(rows, write, tally, tell, wait_s=0.0)

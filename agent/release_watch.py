@@ -21,6 +21,7 @@ from agent import release
 from agent.loop import Collector
 from agent.model import Batch, Rejected, Sample, Slo, TryLater
 from agent.notifiers.channel import post_json, safe_url
+from agent.progress import Tell
 from agent.release import END, LOOK, Group, Tally, Verdict
 from agent.sources.engine import EngineSource
 from agent.sources.fetch import Fetcher, FetchError, shown_address
@@ -103,7 +104,7 @@ class Watch:
         self._collector = Collector(sources, clock, monotonic)
         self._seen, self._since = 0.0, clock()
 
-    def run(self, stop: threading.Event, progress: Callable[[str], None]) -> dict[str, Any]:
+    def run(self, stop: threading.Event, progress: Tell) -> dict[str, Any]:
         """Watch until it fails, the time is over or `stop` is set; what came of it, as `--json` tells it."""
         started, began, stopped = self._clock(), self._monotonic(), False
         verdict: Verdict | None = None
@@ -114,7 +115,7 @@ class Watch:
                 left_s = began + self._plan.for_s - self._monotonic()
                 stopped = stop.is_set()
                 verdict = self._look(end=left_s <= 0 or stopped)
-                progress(self._line(left_s))
+                progress(self._line(), max(0.0, left_s))
                 if verdict is None:
                     stop.wait(max(0.0, min(due - self._monotonic(), left_s)))
         finally:
@@ -161,12 +162,12 @@ class Watch:
         verdict = release.judge(old, new, self._plan.slo, LOOK, now)
         return verdict if verdict.verdict == "fail" else None
 
-    def _line(self, left_s: float) -> str:
+    def _line(self) -> str:
         old, new = self.groups()
         parts = [f"{name} {one.answering} of {one.engines} answer, {one.requests:.0f} requests, errors "
                  + (quantity(one.errors / one.requests, "ratio") if one.requests else "–")
                  for name, one in (("new:", new), ("old:", old))]
-        return f"{' · '.join(parts)} · {span(max(0.0, round(left_s)))} left"
+        return " · ".join(parts)
 
 
 # --- the way back -----------------------------------------------------------------------------------------------------

@@ -9,22 +9,21 @@ import json
 import os
 import select
 import shutil
-import signal
 import sys
 import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 from agent.client import AgentError, NotRunning
+from agent.progress import in_order
 from agent.show import Report, drawn, moment, watch_report
 from agent.words import verdict_line
 
 Answer = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]  # what `check` and `alerts` tell
 Ask = Callable[[], Answer]
-SIGNALLED = 128  # and the signal's number: the exit status, as shells have it
 
 
 def on_terminal(ask: Ask, every_s: float, out: TextIO, clock: Callable[[], float] = time.time) -> None:
@@ -45,19 +44,6 @@ def on_terminal(ask: Ask, every_s: float, out: TextIO, clock: Callable[[], float
             live.update(Group(*drawn(report, shutil.get_terminal_size().columns)), refresh=True)
             if hit(every_s) in ("q", "Q", ""):
                 return
-
-
-@contextmanager
-def in_order() -> Iterator[None]:
-    """Whoever ends it by SIGTERM gets the terminal back as it was, too: the signal ends it as an exception would."""
-    def end(number: int, _: object) -> NoReturn:
-        raise SystemExit(SIGNALLED + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

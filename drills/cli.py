@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -14,6 +15,7 @@ import typer
 if TYPE_CHECKING:
     from agent.client import AgentError
     from agent.config import Config
+    from agent.progress import Progress
     from drills.model import Drill, Left, Plan
 
 ORPHANED, REFUSED = 7, 6
@@ -21,6 +23,7 @@ CONFLICT = 409  # drilld's no
 ANSWERED_WITHIN_S = 30.0  # it may just write a report
 HEALED_WITHIN_S = 300.0  # it ends a run in good order before
 DRILLD_BACK_WITHIN_S = 60.0
+LOOK_EVERY_S = 0.5  # at a run under way
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Configuration.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 app = typer.Typer(help="Failure drills: plan, run, abort, heal.", no_args_is_help=True, rich_markup_mode=None)
@@ -162,7 +165,7 @@ def run_(
         told = told_here(run_here(path, settings_, drill, accept_unknown_budget))
     else:
         asked = {"name": name, "accept_unknown_budget": accept_unknown_budget}
-        told = wait_for(settings_, ask_drilld(settings_, "/run", asked)["run"])
+        told = wait_for(settings_, ask_drilld(settings_, "/run", asked)["run"], drill)
     row = told["row"]
     if row is None:
         fail(f"{told['run']} left no record; `tocsin drill heal` looks after it", ORPHANED)
@@ -176,6 +179,7 @@ def run_here(path: Path | None, settings_: Config, drill: Drill, accept_unknown_
     import time
     import traceback
 
+    from agent.progress import Progress
     from drills import daemon, runner, schedule
 
     log_to_stderr()
@@ -183,7 +187,8 @@ def run_here(path: Path | None, settings_: Config, drill: Drill, accept_unknown_
     try:
         folder = runner.create(daemon.root_of(settings_), drill, run, started_by=f"{getpass.getuser()}, by hand",
                                config_path=path, node=settings_.node)
-        runner.execute(folder, accept_unknown_budget=accept_unknown_budget)
+        with Progress() as progress, following(folder, Course(drill, run, progress)):
+            runner.execute(folder, accept_unknown_budget=accept_unknown_budget)
     except FileExistsError:
         fail(f"there is a run {run} already; start it a second later")
     except OSError as error:
@@ -192,6 +197,59 @@ def run_here(path: Path | None, settings_: Config, drill: Drill, accept_unknown_
         traceback.print_exc()
         daemon.heal_all(settings_)
     return folder
+
+
+class Course:
+    """The states of a run as they come, each a line that stays, and how long it can still take as its owner planned."""
+
+    def __init__(self, drill: Drill, run: str, progress: Progress) -> None:
+        self._drill, self._run, self._progress = drill, run, progress
+        self._seen: str | None = None
+
+    def see(self, state: str | None) -> None:
+        """It is in this state."""
+        if state is None or state == self._seen:
+            return
+        self._seen = state
+        self._progress(f"{self._run}: {state}", lasting=True)
+        self._progress(state, left_s(self._drill, state), at_most=True)
+
+
+def left_s(drill: Drill, state: str) -> float:
+    """The longest that a run can still take when it has just come into a state: what of its planned spans is left."""
+    from drills.model import State
+
+    recovery_s = max(drill.recovery_s, drill.resolve_within_s, drill.holds.restart_within_s or 0.0)
+    if state in (State.REVERTING, State.REVERTED):
+        return recovery_s
+    if state in (State.ARMED, State.INJECTING, State.PROVEN, State.OBSERVING):
+        return drill.for_s + recovery_s
+    if state in (State.PLANNED, State.LOCKED, State.PREFLIGHT, State.BASELINE):
+        return drill.baseline_s + drill.for_s + recovery_s
+    return 0.0
+
+
+@contextmanager
+def following(folder: Path, course: Course) -> Iterator[None]:
+    """While a run goes on in this process, tell its states as its record has them."""
+    import threading
+
+    from drills import record
+
+    over = threading.Event()
+
+    def follow() -> None:
+        while not over.wait(LOOK_EVERY_S):
+            course.see((record.load(folder) or {}).get("state"))
+
+    thread = threading.Thread(target=follow, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        course.see((record.load(folder) or {}).get("state"))
 
 
 def told_here(folder: Path) -> Mapping[str, Any]:
@@ -204,38 +262,43 @@ def told_here(folder: Path) -> Mapping[str, Any]:
     return {"run": folder.name, "row": history.row_of(found), "rows": found["rows"]}
 
 
-def wait_for(settings_: Config, run: str) -> Mapping[str, Any]:
+def wait_for(settings_: Config, run: str, drill: Drill) -> Mapping[str, Any]:
     """Wait for a run's end, as drilld tells it, with its states on stderr as they come; Ctrl-C leaves it running.
 
     A drilld that is started anew is waited for.
     """
+    from agent.progress import Progress, in_order
+
+    try:
+        with in_order(), Progress() as progress:
+            return _waited(settings_, run, Course(drill, run, progress))
+    except KeyboardInterrupt:
+        fail(f"{run} goes on; `tocsin drill abort` ends it", 130)
+
+
+def _waited(settings_: Config, run: str, course: Course) -> Mapping[str, Any]:
     import time
 
     from agent import client
     from drills import daemon
 
     socket, folder = daemon.socket_of(settings_), daemon.root_of(settings_) / "runs" / run
-    seen, heard_at = None, time.monotonic()
-    try:
-        while True:
-            try:
-                told: dict[str, Any] = client.ask(socket, f"/runs/{run}")
-            except (client.NotRunning, client.AgentError) as error:
-                here = told_here(folder)  # which root may read
-                if here["row"] is not None and here["row"]["ended"] is not None:
-                    return here
-                if getattr(error, "status", None) is not None or time.monotonic() - heard_at > DRILLD_BACK_WITHIN_S:
-                    fail(f"drilld on {socket} tells no more of {run}; `tocsin drill history` tells how it ends")
-            else:
-                heard_at = time.monotonic()
-                if told["state"] != seen:
-                    seen = told["state"]
-                    sys.stderr.write(f"{run}: {seen}\n")
-                if told["over"]:
-                    return told
-            time.sleep(0.5)
-    except KeyboardInterrupt:
-        fail(f"{run} goes on; `tocsin drill abort` ends it", 130)
+    heard_at = time.monotonic()
+    while True:
+        try:
+            told: dict[str, Any] = client.ask(socket, f"/runs/{run}")
+        except (client.NotRunning, client.AgentError) as error:
+            here = told_here(folder)  # which root may read
+            if here["row"] is not None and here["row"]["ended"] is not None:
+                return here
+            if getattr(error, "status", None) is not None or time.monotonic() - heard_at > DRILLD_BACK_WITHIN_S:
+                fail(f"drilld on {socket} tells no more of {run}; `tocsin drill history` tells how it ends")
+        else:
+            heard_at = time.monotonic()
+            course.see(told["state"])
+            if told["over"]:
+                return told
+        time.sleep(LOOK_EVERY_S)
 
 
 def show_verdict(row: Mapping[str, Any], judged: Sequence[Mapping[str, Any]], as_json: bool) -> None:

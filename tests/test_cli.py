@@ -188,8 +188,9 @@ def test_check_without_an_agent_looks_for_itself(cli: Cli, oneshot: types.Module
     """On a laptop: no GPU, no engine, no configuration. It says what it looked for, and exits 3."""
     asked: list[float] = []
 
-    def sample(settings: Any, watch_for_s: float, progress: Callable[[str], None]) -> dict[str, Any]:
+    def sample(settings: Any, watch_for_s: float, progress: Callable[[str], None], *, gpus: bool) -> dict[str, Any]:
         asked.append(watch_for_s)
+        assert not gpus
         progress("looking")
         return {**answer("unknown"), "looked_for": ["GPUs: no libnvidia-ml.so.1", "engines: none is configured"]}
 
@@ -218,7 +219,7 @@ def test_an_agent_that_fails_is_not_healthy(cli: Cli, view: FakeView) -> None:
 def test_ctrl_c_is_quiet(cli: Cli, oneshot: types.ModuleType) -> None:
     """The person lost patience; they do not want a traceback for it."""
 
-    def sample(*_: object) -> dict[str, Any]:
+    def sample(*_: object, **__: object) -> dict[str, Any]:
         raise KeyboardInterrupt
 
     oneshot.sample = sample  # type: ignore[attr-defined]
@@ -363,7 +364,8 @@ def test_doctor_tells_how_a_number_is_had(
     told = {"targets": [{**target, "engines": ["llama"], "found": [found]}], "gpus": [], "sources": []}
     asked: list[list[str]] = []
 
-    def look(settings: Any, urls: list[str]) -> dict[str, Any]:
+    def look(settings: Any, urls: list[str], progress: Callable[[str], None]) -> dict[str, Any]:
+        progress("looking")
         asked.append(urls)
         return told
 

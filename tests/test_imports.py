@@ -178,18 +178,18 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     # The command line, which no daemon imports.
     "agent.oneshot": Row(
-        "agent.config agent.daemon agent.loop agent.model agent.node agent.signals agent.sources.discovery"
-        " agent.sources.engine_probe agent.windows",
+        "agent.config agent.daemon agent.loop agent.model agent.node agent.progress agent.signals"
+        " agent.sources.discovery agent.sources.engine_probe agent.windows",
         "msgspec time",
     ),
-    "agent.record": Row("agent.exposition agent.model agent.sources.fetch", WORLD),
+    "agent.record": Row("agent.exposition agent.model agent.progress agent.sources.fetch", WORLD),
     "agent.release_watch": Row(
-        "agent agent.loop agent.model agent.notifiers.channel agent.release agent.sources.engine agent.sources.fetch"
-        " agent.words", WORLD,
+        "agent agent.loop agent.model agent.notifiers.channel agent.progress agent.release agent.sources.engine"
+        " agent.sources.fetch agent.words", WORLD,
     ),
     "agent.show": Row("agent.words", "rich shutil"),
     "agent.advise_commands": Row(
-        "agent agent.advise agent.client agent.config agent.oneshot agent.show agent.strict",
+        "agent agent.advise agent.client agent.config agent.oneshot agent.progress agent.show agent.strict",
         "inspect msgspec os pathlib sys typer",
     ),
     # `tocsin demo`: its node is simulated, its agent and its drilld are processes of their own.
@@ -211,11 +211,14 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.demo.scheduler": Row(),
     "agent.demo.story": Row("agent agent.client agent.demo.node agent.demo.scenario", "rich time urllib"),
     "agent.demo.users": Row("", WORLD),
-    "agent.watch": Row("agent.client agent.show agent.words", "json os rich select shutil signal sys termios time tty"),
+    "agent.progress": Row("agent.words", "rich signal sys time"),
+    "agent.watch": Row(
+        "agent.client agent.progress agent.show agent.words", "json os rich select shutil sys termios time tty"
+    ),
     "agent.__main__": Row(
         "agent agent.advise_commands agent.backtest agent.client agent.config agent.demo.command agent.model"
-        " agent.notifiers"
-        " agent.notifiers.trial agent.oneshot agent.postmortem agent.record agent.release_watch agent.show"
+        " agent.notifiers agent.notifiers.trial agent.oneshot agent.postmortem agent.progress agent.record"
+        " agent.release_watch agent.show"
         " agent.signals agent.silences agent.sources.nvml agent.strict agent.watch agent.words drills drills.cli"
         " drills.config rules rules.alertmanager rules.prometheus",
         "msgspec os pathlib shlex shutil signal sys threading typer",
@@ -308,17 +311,17 @@ MAY_IMPORT: dict[str, Row] = {
         " drills.owner drills.record drills.report drills.runner drills.schedule drills.tell", WORLD
     ),
     "drills.cli": Row(
-        "agent agent.client agent.config agent.signals agent.strict drills drills.config drills.daemon"
+        "agent agent.client agent.config agent.progress agent.signals agent.strict drills drills.config drills.daemon"
         " drills.faults.table drills.guards drills.heal drills.history drills.in_pod drills.lock drills.model"
         " drills.record drills.report drills.runner drills.schedule drills.targets drills.tell drills.unit",
-        "getpass json msgspec os pathlib structlog sys time traceback typer",
+        "getpass json msgspec os pathlib structlog sys threading time traceback typer",
     ),
 }
-# The agent's client, nouns and configuration file, the catalogue by which rules are checked, and what reports are
-# written with; never its inside.
+# The agent's client, nouns and configuration file, the catalogue by which rules are checked, what reports are written
+# with, and the command line's progress; never its inside.
 AGENT_FOR_DRILLS = {
     "agent", "agent.client", "agent.config", "agent.daytime", "agent.escape", "agent.forms", "agent.model",
-    "agent.retry_after", "agent.sdnotify", "agent.signals", "agent.silences", "agent.strict",
+    "agent.progress", "agent.retry_after", "agent.sdnotify", "agent.signals", "agent.silences", "agent.strict",
 }
 # The one module that speaks to Kubernetes, for both: imports nothing of ours, and loads its library where it is used.
 CLUSTER_FOR_AGENT = {"drills", "drills.cluster"}

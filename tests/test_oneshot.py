@@ -59,7 +59,11 @@ def config(*urls: str, **more: Any) -> Config:
 def look(settings: Config, watch_s: float = WATCH_S) -> tuple[dict[str, Any], list[str]]:
     """The answer, and the lines of progress."""
     lines: list[str] = []
-    return oneshot.sample(settings, watch_s, lines.append), lines
+
+    def tell(line: str, left_s: float | None = None, **_: bool) -> None:
+        lines.append(f"{line}, {left_s:g} s left")
+
+    return oneshot.sample(settings, watch_s, tell), lines
 
 
 def state(answer: dict[str, Any], rule: str, subject: str = "e0") -> str:
@@ -119,7 +123,7 @@ def test_the_last_sample_decides_whatever_for_says(engine: PageServer) -> None:
 
     assert state(answer, "kv-cache-utilization") == "BREACH"
     assert answer["verdict"] == "ticket"
-    assert lines[0] == "watching 1 sources, 1 s left"
+    assert lines == ["looking for engines and GPUs, 6 s left", "watching 1 source, 1 s left"]
     pages = [full(0.93)] * 2 + [full(0.5)] * 50
     engine.set_page(lambda: pages.pop(0)())
     answer, _ = look(config(engine.url))

@@ -20,6 +20,7 @@ import pytest
 
 from agent import backtest
 from agent.model import Batch, Gap, GpuFacts, Sample, Why
+from agent.progress import quiet
 from agent.record import CannotRecord, Row, gpu_row, page_url, record, recording, scraper, target_of
 from tests.page_server import PageServer
 
@@ -216,7 +217,7 @@ def test_a_slow_target_does_not_hold_up_the_others() -> None:
     def quick(now: float) -> Row:
         return {"t": now, "target": "quick", "body": ""}
 
-    tally = record([hanging, quick], write, stop, lambda line, *, lasting: None, every_s=0.02, for_s=20)
+    tally = record([hanging, quick], write, stop, quiet, every_s=0.02, for_s=20)
     release.set()
     assert {row["target"] for row in rows} == {"quick"}
     assert tally.rows == len(rows) >= 5
@@ -235,7 +236,7 @@ def test_a_late_page_skips_beats() -> None:
             stop.set()
         return {"t": 0.0, "target": "a", "body": ""}
 
-    record([read], lambda row: None, stop, lambda line, *, lasting: None, every_s=0.1, for_s=20)
+    record([read], lambda row: None, stop, quiet, every_s=0.1, for_s=20)
     assert at[3] - at[0] > 0.58  # on the beats 0, 4, 5 and 6 at the earliest
 
 

@@ -257,10 +257,14 @@ def serve() -> Iterator[Callable[[Engine], PageServer]]:
         server.close()
 
 
-def watched(old: str, new: str, for_s: float, between: Callable[[str], None] = lambda line: None, **more: Any,
+def watched(old: str, new: str, for_s: float, between: Callable[[], object] = lambda: None, **more: Any,
             ) -> Mapping[str, Any]:
-    """What a watch told."""
-    return Watch(Plan([old], [new], SLO, for_s, 0.05, **more)).run(threading.Event(), between)
+    """What a watch told; `between` is called with each line of its progress."""
+
+    def tell(line: str, left_s: float | None = None, **_: bool) -> None:
+        between()
+
+    return Watch(Plan([old], [new], SLO, for_s, 0.05, **more)).run(threading.Event(), tell)
 
 
 def test_a_slow_release_is_found_long_before_the_end(serve: Callable[[Engine], PageServer]) -> None:
@@ -280,7 +284,7 @@ def test_a_sound_release_passes_through_a_restart_and_missing_reads(serve: Calla
     old, new = serve(engines[0]), serve(engines[1])
     seen = 0
 
-    def disturb(line: str) -> None:
+    def disturb() -> None:
         nonlocal seen
         seen += 1
         if seen == 5:
