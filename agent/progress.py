@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import ceil, floor
 from typing import Any, NoReturn, Protocol, Self
 
 from agent.words import clean
@@ -80,9 +81,9 @@ class Progress:
     def text(self) -> str:
         """The line as it is now: what is done, for how long, and how long still."""
         now = self._monotonic()
-        told = [self._line, f"{passed(now - self._began)} elapsed"]
+        told = [self._line, f"{passed(floor(now - self._began))} elapsed"]
         if self._ends is not None:
-            left_s = self._ends - now
+            left_s = ceil(self._ends - now)
             limit = "at most " if self._at_most else ""
             told.append(f"{limit}{passed(left_s)} left" if left_s >= 0 else f"{passed(-left_s)} over its time")
         return " · ".join(told)
@@ -104,9 +105,8 @@ class Progress:
         return row
 
 
-def passed(seconds: float) -> str:
-    """A span that is seen to move: 9 s, 4 min 07 s, 2 h 05 min."""
-    whole = max(0, round(seconds))
+def passed(whole: int) -> str:
+    """A span of so many seconds that is seen to move: 9 s, 4 min 07 s, 2 h 05 min."""
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:

@@ -212,7 +212,7 @@ class Course:
             return
         self._seen = state
         self._progress(f"{self._run}: {state}", lasting=True)
-        self._progress(state, left_s(self._drill, state), at_most=True)
+        self._progress(state, left_s(self._drill, state) or None, at_most=True)
 
 
 def left_s(drill: Drill, state: str) -> float:
