@@ -23,8 +23,10 @@ setup: $(VENV)/.installed  ## only set up: afterwards there is .venv/bin/tocsin
 
 setup-dev: $(VENV)/.installed-dev  ## set up with what the tests and the linters need
 
+# Most tests wait (for a process, a socket, a deadline): two workers a core.
+WORKERS ?= $(shell echo $$((2 * $$(getconf _NPROCESSORS_ONLN))))
 test: setup-dev  ## set up, then the tests; those that lack a compiler, root or a Debian package are skipped
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-k8s: setup-dev  ## the tests of tests/kube against a real API server (KUBECONFIG=FILE), never a cluster that serves
 	@[ -n "$(KUBECONFIG)" ] || { echo "name an API server that may be written to: make test-k8s KUBECONFIG=/path" >&2; exit 1; }
