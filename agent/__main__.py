@@ -293,7 +293,7 @@ def doctor(
     Exit 0, or 3 where a required number is missing, or there is nothing to look at.
     """
     from agent.client import NotPermitted, NotRunning
-    from agent.show import doctor_report, is_missing
+    from agent.show import asks_others, doctor_report, is_missing
 
     settings = load(chosen(context, config))
     try:
@@ -304,7 +304,7 @@ def doctor(
     parts = [*answer["targets"], *answer["gpus"]]
     failed = any(part.get("error") for part in [*parts, *answer["sources"]])
     missing = any(is_missing(found) for part in parts for found in part.get("found") or ())
-    raise typer.Exit(UNKNOWN if failed or missing or not parts else 0)
+    raise typer.Exit(UNKNOWN if failed or missing or not (parts or asks_others(answer)) else 0)
 
 
 def _look(settings: Config, urls: Sequence[str]) -> Any:

@@ -9,6 +9,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -18,7 +19,9 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
 from agent.engines import KINDS, ROUTER_KINDS
-from agent.model import Severity, SignalSpec, Slo
+from agent.json_path import steps_of
+from agent.model import Rule, Severity, SignalSpec, Slo
+from agent.stats import events_needed
 from agent.strict import (
     AS_SHARE,
     AbsolutePath,
@@ -243,6 +246,21 @@ def _upstream(text: str) -> tuple[str, int]:
     return _address(host), port
 
 
+def _json_path(text: str) -> str:
+    try:
+        steps_of(text)
+    except ValueError as error:
+        raise Unfit(f"{cut(text)!r} is no path, from {cut(str(error))!r} on",
+                    'write it as data.orders[0].count; a key with dots as ["orders.paid"]') from None
+    return text
+
+
+def _query(text: str) -> str:
+    if not text.strip():
+        raise Unfit("is empty", "write a query, as sum(increase(orders_total[1h]))")
+    return text
+
+
 def _port(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,5}", text) or not 0 < int(text) < 65536:
         raise Unfit(f"{cut(text)!r} is not a port", "write a number from 1 to 65535")
@@ -342,7 +360,7 @@ class PromqlSource(_Form, frozen=True):
 
     name: Name
     url: BaseUrl
-    query: str
+    query: Annotated[str, Parse(_query, what="a query, as sum(increase(orders_total[1h]))")]
     token_file: AbsolutePath | None = None
     token_env: EnvName | None = None
     at: str = field(name="_at", default="")
@@ -353,7 +371,7 @@ class JsonSource(_Form, frozen=True):
 
     name: Name
     url: FullUrl
-    path: str
+    path: Annotated[str, Parse(_json_path, what="a path, as data.orders[0].count")]
     token_file: AbsolutePath | None = None
     token_env: EnvName | None = None
     at: str = field(name="_at", default="")
@@ -667,9 +685,7 @@ class Config(_Form, frozen=True):
 
 
 # Keys of the contract whose function this version does not have yet. An entry goes when its function comes.
-WITHOUT_FUNCTION: tuple[str, ...] = (
-    "sources", "pattern",
-)
+WITHOUT_FUNCTION: tuple[str, ...] = ("pattern",)
 
 
 def without_function(config: Config) -> list[str]:
@@ -677,7 +693,7 @@ def without_function(config: Config) -> list[str]:
     unset = Config()
     said = [key for key in WITHOUT_FUNCTION if getattr(config, key) != getattr(unset, key)]
     notes = [f"{key}: this version checks it and does not act on it" for key in said]
-    if not config.engines and not config.discover:
+    if not config.engines and not config.discover and config.sources == unset.sources:
         notes.append("engines: none is configured, and discovery is off; name them under `engines:`")
     return notes
 
@@ -771,6 +787,9 @@ def _name_faults(config: Config, places: Places) -> list[Fault]:
     for source in sources:
         if source.name in seen:
             message = f"a second source {cut(source.name)}"
+            faults.append(places.fault(f"{source.at}.name", message, "give each its own name"))
+        elif source.name in first:
+            message = f"the name {cut(source.name)} is taken by {first[source.name]}"
             faults.append(places.fault(f"{source.at}.name", message, "give each its own name"))
         seen.add(source.name)
         if source.token_file and source.token_env:
@@ -935,7 +954,38 @@ def with_slo(config: Config, levels: Mapping[str, str]) -> Config:
 def rules_for(config: Config, catalogue: Mapping[str, SignalSpec]) -> RuleSet:
     """All rules under this configuration, engines' own service levels considered. Raises ConfigErrors."""
     own = {target_name(engine): slo_for(config, target_name(engine)) for engine in config.engines}
-    return load_rules(config.rules, slo_for(config), catalogue, engine_slos=own)
+    loaded = load_rules(config.rules, slo_for(config), catalogue, engine_slos=own)
+    names = source_names(config)
+    unknown = [rule for rule in loaded.rules if "source" in rule.params and rule.params["source"] not in names]
+    if unknown:
+        raise ConfigErrors([_no_source(rule, names) for rule in unknown])
+    return replace(loaded, notes=(*loaded.notes, *_noise_notes(loaded.rules, business_of(config, loaded.rules))))
+
+
+def _no_source(rule: Rule, names: Sequence[str]) -> Fault:
+    file, _, line = rule.where.rpartition(":")
+    source = str(rule.params["source"])
+    return Fault(file, int(line), f"{rule.id}.params.source", source, f"there is no source {cut(source)!r}",
+                 did_you_mean(source, names, "under sources:"))
+
+
+def business_of(config: Config, rules: Sequence[Rule]) -> tuple[str, ...]:
+    """The sources that are business metrics: those that no rule of their own judges."""
+    own = {str(rule.params["source"]) for rule in rules if "source" in rule.params}
+    return tuple(name for name in source_names(config) if name not in own)
+
+
+def source_names(config: Config) -> list[str]:
+    """The PromQL and JSON sources by name."""
+    return [*(source.name for source in config.sources.promql), *(source.name for source in config.sources.json)]
+
+
+def _noise_notes(rules: Sequence[Rule], business: Sequence[str]) -> list[str]:
+    """From how many events on a fall is no noise: said once, at load."""
+    falls = [rule for rule in rules if rule.signal == "business_drop" and rule.severity == "page"]
+    return [f"{rule.id} judges {', '.join(business)}: {rule.factor:.0%} less is told from noise only where a window of"
+            f" the query counts {events_needed(rule.factor):,.0f} events or more (3 sigma)"
+            for rule in falls if business and rule.factor > 0]
 
 
 def channels(config: Config) -> tuple[tuple[str, NotifyConfig], ...]:

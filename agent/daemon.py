@@ -26,13 +26,18 @@ from agent.config import (
     Config,
     SecretUnreadable,
     address_of,
+    business_of,
     host_port,
     load_all,
     read_secret,
+    rules_for,
     slo_for,
+    source_names,
     target_name,
     without_function,
 )
+from agent.config import JsonSource as JsonSourceConfig
+from agent.config import PromqlSource as PromqlSourceConfig
 from agent.loop import Agent, Collector
 from agent.model import FoundEngine, Rule, Source
 from agent.node import Node, Setup
@@ -76,7 +81,9 @@ def setup_of(config: Config, rules: Sequence[Rule], *, clip_windows: bool = Fals
     return Setup(config.node or "", config.poll, slo_for(config), targets, tuple(rules), severity_of,
                  config.external_url, config.nvml != "off", clip_windows,
                  xid_severity={number: over.severity for number, over in config.rules.xid.items()},
-                 gpus_expected=config.gpus.expected)
+                 gpus_expected=config.gpus.expected,
+                 sourced=tuple(source_names(config)),
+                 business=frozenset(business_of(config, rules)))
 
 
 def adopt(config: Config, found: FoundEngine, shape: bool | None) -> tuple[Target, Source]:
@@ -115,6 +122,8 @@ def sources_of(config: Config, shapes: dict[str, bool], cursor: Mapping[str, Any
         from agent.sources.workloads import WorkloadsSource  # for one agent of a cluster
 
         sources.append(WorkloadsSource())
+    if config.sources.promql or config.sources.json:
+        sources += asked_sources(config)
     sources += [RouterSource(target_name(router), router.url, kind=router.kind) for router in config.routers]
     if config.nvml != "off":
         sources += gpus()
@@ -122,6 +131,33 @@ def sources_of(config: Config, shapes: dict[str, bool], cursor: Mapping[str, Any
         path = None if config.kernel_log == "auto" else Path(config.kernel_log)
         sources.append(KernelLog(path, cursor, undated=once))
     return sources
+
+
+def asked_sources(config: Config) -> list[Source]:
+    """The PromQL and JSON sources of a configuration."""
+    from agent.sources.json_address import JsonSource  # for those who have any
+    from agent.sources.promql import PromqlSource
+
+    own: dict[str, list[str]] = {}
+    rules = rules_for(config, CATALOGUE).rules
+    for rule in rules:
+        if "source" in rule.params:
+            own.setdefault(str(rule.params["source"]), []).append(rule.id)
+    business = business_of(config, rules)
+
+    def judged(name: str) -> str:
+        by = own.get(name) or [rule.id for rule in rules if rule.signal == "business_drop"]
+        return f"judged by {', '.join(by) or 'no rule'}"
+
+    def token(source: PromqlSourceConfig | JsonSourceConfig) -> Callable[[], str] | None:
+        if source.token_file is None and source.token_env is None:
+            return None
+        return partial(read_secret, source.token_file, source.token_env)
+
+    found: list[Source] = [PromqlSource(one.name, one.url, one.query, with_past=one.name in business, token=token(one),
+                                        judged_by=judged(one.name)) for one in config.sources.promql]
+    return found + [JsonSource(one.name, one.url, one.path, token=token(one), judged_by=judged(one.name))
+                    for one in config.sources.json]
 
 
 def discoveries(config: Config, env: Mapping[str, str]) -> list[Source]:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, Literal, NamedTuple, Protocol
 
 Severity = Literal["page", "ticket", "info"]
-SubjectKind = Literal["engine", "target", "gpu", "node", "group", "user", "workload", "any"]
+SubjectKind = Literal["engine", "target", "gpu", "node", "group", "user", "workload", "source", "any"]
 SEVERITY_RANK: Mapping[str, int] = {"info": 0, "ticket": 1, "page": 2}
 
 
@@ -334,6 +334,10 @@ SAMPLES: Mapping[str, Kind] = {
     "replicas_desired": "gauge",
     "replicas_ready": "gauge",
     "rollout": "gauge",  # 1 while one progresses
+    # of a PromQL or JSON source (subject: its name, with labels where its query gives several series)
+    "sourced": "gauge",
+    "sourced_1d": "gauge",  # the same a day ago
+    "sourced_7d": "gauge",  # the same a week ago
     # of what users see (subject: the address that they use), told by a prober from outside
     "user_ttft": "histogram",  # s
     "user_itl": "histogram",  # s
@@ -379,7 +383,7 @@ class Signal:
 class SignalSpec:
     """A row of the signal catalogue, enough to check a rule.
 
-    `params`: name -> kind, one of "duration", "ratio", "number", "slo", "pairs".
+    `params`: name -> kind, one of "duration", "ratio", "number", "slo", "pairs", "name".
     """
 
     id: str

@@ -62,6 +62,8 @@ USER_GONE_S = 60.0  # an address of which no prober tells any more
 TOGETHER_S = 300.0  # GPUs that were reset within so long of each other were reset together
 PAGE_SPAN_S = 300.0  # what a page's numbers are means of
 GONE_S = 600.0  # a GPU that NVML no longer names for so long has ended
+SOURCED_KEPT_S = 86400.0  # a series that a source tells no more is a Gap for so long
+MOST_SOURCED = 200  # series of one source: labels may change with every pod
 Traffic = dict[str, dict[str, Any]]  # "replicas", "routers"
 OF_OURSELVES = frozenset({"blind", "watcher", "kernel_log_forged", "kernel_log_lost"})
 LEARN_EVERY_S = 3600.0  # that a GPU tells a number of its state is known to the hour
@@ -85,6 +87,8 @@ class Setup:
     raw_keep_s: float = RAW_KEEP_S  # a back-test keeps its whole recording
     xid_severity: Mapping[int, XidSeverity] = field(default_factory=dict)  # number -> as its owner wants it
     gpus_expected: int | None = None  # None: as many as were ever seen
+    sourced: tuple[str, ...] = ()  # PromQL and JSON sources, by name
+    business: frozenset[str] = frozenset()  # those that business-metric judges
 
 
 @dataclass
@@ -108,6 +112,7 @@ class Learned:
     nvlinks: dict[str, int] = field(default_factory=dict)  # uuid -> bit mask of links that were up in this boot
     gpu_state: dict[str, dict[str, float]] = field(default_factory=dict)  # uuid -> what it told of its state, when
     marks: dict[str, dict[str, Any]] = field(default_factory=dict)  # engine -> what binds it since when, a binds.Mark
+    sourced: dict[str, dict[str, float]] = field(default_factory=dict)  # PromQL or JSON source -> subject -> when told
 
 
 class Node:
@@ -166,6 +171,7 @@ class Node:
             instances = tuple(MigFacts(*row) for row in known.get("instances", ()))
             self.gpus[uuid] = GpuFacts(uuid, known["index"], known["name"], known["bdf"], known["limit_c"],
                                        instances=instances)
+        self.learned.sourced = {name: told for name, told in self.learned.sourced.items() if name in self.setup.sourced}
         if not self.setup.watches_gpus:
             for uuid in list(self.gpus):
                 self._forget_gpu(uuid)
@@ -187,6 +193,7 @@ class Node:
         if batch.source.startswith("canary:"):
             self._take_canary(batch)
             self.users |= {reading.subject: batch.at for reading in batch.readings if reading.name == "user_requests"}
+        self._take_sourced(batch)
         self._take_kubernetes(batch)
         if batch.probes is not None:
             self.probes = {facts.target: facts for facts in batch.probes}
@@ -198,6 +205,22 @@ class Node:
         if batch.gpus is not None and batch.error is None:  # () says that there is none, a failed read says nothing
             for uuid in [u for u in self.gpus if batch.at - self.gpu_seen_at.setdefault(u, batch.at) > GONE_S]:
                 self._forget_gpu(uuid)
+
+    def _take_sourced(self, batch: Batch) -> None:
+        """Which series a PromQL or JSON source has told within a day: a restart of either side loses none of them."""
+        kind, _, name = batch.source.partition(":")
+        if kind not in ("promql", "json") or name not in self.setup.sourced:
+            return
+        known = self.learned.sourced.setdefault(name, {})
+        known |= {r.subject: batch.at for r in batch.readings if r.name == "sourced" and isinstance(r, Sample)}
+        gone = [subject for subject, at in known.items() if batch.at - at > SOURCED_KEPT_S]
+        for subject in (*gone, *sorted(known, key=known.__getitem__)[:-MOST_SOURCED]):
+            known.pop(subject, None)
+            self.windows.forget(subject)
+
+    def _sourced(self) -> dict[str, tuple[str, ...]]:
+        """The subjects of each PromQL or JSON source; one that has told nothing yet has its name."""
+        return {name: tuple(self.learned.sourced.get(name, ())) or (name,) for name in self.setup.sourced}
 
     def _take_kubernetes(self, batch: Batch) -> None:
         if batch.pods is not None:
@@ -504,7 +527,7 @@ class Node:
                      self.learned.told, full, watched_s, tuple(self.routers), self.history, self.setup.xid_severity,
                      self.learned.gpu_count if self.setup.gpus_expected is None else self.setup.gpus_expected,
                      self.learned.nvlinks, self.workloads, self.learned.gpus_allocatable, self.canaries,
-                     state_told=self.learned.gpu_state)
+                     state_told=self.learned.gpu_state, sourced=self._sourced(), business=self.setup.business)
 
     def _fold(self) -> None:
         """Take what happened into the history, now that every source of this tick has told which GPU is where."""
@@ -917,7 +940,7 @@ class Node:
         if gpu is not None:
             known = ", ".join(word for word in (subject, gpu.bdf) if word)
             return f"GPU {gpu.index} on {node}", f"GPU {gpu.index} ({known})"
-        if subject == node or subject in self.scene.workloads:
+        if subject == node or subject in self.scene.workloads or self.scene.is_sourced(subject):
             return subject, subject
         return f"{subject} on {node}", subject
 

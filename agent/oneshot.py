@@ -43,7 +43,7 @@ def sample(config: Config, watch_for_s: float, progress: Tell, *, gpus: bool = F
         looked_for = [*seen.said, *_looked_for(config, sources, found)]
         if gpus:
             looked_for = [what for what in looked_for if not what.startswith("engines:")]
-        if node.setup.targets or node.gpus:
+        if node.setup.targets or node.gpus or node.setup.sourced:
             _watch(node, collector, watch_for_s, progress)
     finally:
         collector.stop()

@@ -176,6 +176,14 @@ def _outside(what: str) -> Say:
     return said
 
 
+def _fall(a: About) -> str:
+    """What the business got, and what it got then."""
+    e = a.evidence
+    if "before" not in e:
+        return f"{a.value} less than it was{a.limit}"
+    return f"{a.value} less than {e['back']}: {e['now']:.6g}, then {e['before']:.6g}"
+
+
 PHRASES: Mapping[str, Say] = {
     "queue_age": _number("oldest request has queued {v}{l}"),
     "kv_cache_utilization": _number("KV cache {v} full{l}"),
@@ -196,6 +204,7 @@ PHRASES: Mapping[str, Say] = {
     "gpu_memory_low": _text("memory "), "gpu_memory_growth": _number("memory in use grew by {v} of it in 1 h{l}"),
     "swapped": _number("{v} requests swapped out to the host"),
     "spec_decode_acceptance": _number("only {v} of drafted tokens accepted{l}"),
+    "business_drop": _fall,
     "engine_down": _text("down: "), "engine_slow": _text("slow: "), "engine_stopped": _text("not up: "),
     "engine_stuck": _text("stuck: "), "blind": _text("cannot see "), "watcher": _text(),
     "gpu_memory_heat": _heat_of_memory, "drill_orphaned": _text("a drill is not undone: "),
@@ -259,6 +268,7 @@ MEANS: Mapping[str, str] = {
     "gpu_memory_growth": "A server's memory is steady after its warm-up: something leaks.",
     "swapped": "Their KV cache is in host memory: they stand still until it is back.",
     "spec_decode_acceptance": "Speculation costs more than it gains: rejected tokens are computed for nothing.",
+    "business_drop": "Engines may be green and answers useless: what the business gets is what counts.",
     "engine_down": "Nobody can reach this engine.", "engine_slow": "It takes connections, and answers too late.",
     "engine_stopped": "It is starting, or somebody asked it to stop: it takes no requests.",
     "engine_stuck": "Requests are in it and nothing moves: users wait for ever.",
@@ -584,6 +594,8 @@ def commands(about: About) -> list[str]:
     if signal.startswith(("user_", "outside_")):
         where = about.alert.subject.rstrip("/").removesuffix("/v1")
         return [f"curl -sS -m 10 -o /dev/null -w '{TIMES}' {shlex.quote(where)}/v1/models", "tocsin check"]
+    if signal in ("business_drop", "source_value"):
+        return ["tocsin doctor", "tocsin check --all"]
     if signal == "engine_stuck":
         return ["pgrep -af 'EngineCore|Worker'", *([f"tocsin doctor http://{address}"] if address else [])]
     if signal == "gpu_count":

@@ -440,6 +440,11 @@ def _few(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])} and {len(names) - most} more"
 
 
+def asks_others(answer: Answer) -> bool:
+    """Whether PromQL or JSON sources are watched: an agent for a cluster may have nothing else."""
+    return any(str(source["name"]).startswith(("promql:", "json:")) for source in answer["sources"])
+
+
 def doctor_report(answer: Answer) -> Report:
     """For each target and GPU how every quantity is had, or why not; then the sources."""
     report: Report = []
@@ -461,7 +466,7 @@ def doctor_report(answer: Answer) -> Report:
         if source.get("note") and not source.get("error"):
             told_of += f"; {source['note']}"
         report.append(clean(f"{'MISSING' if source.get('error') else 'OK':8} source {source['name']}: {told_of}"))
-    if not answer["targets"] and not answer["gpus"]:
+    if not answer["targets"] and not answer["gpus"] and not asks_others(answer):
         report += [f"Looked for {clean(what)}" for what in answer.get("looked_for") or ()]
         report.append("Found no engine and no GPU. Name an engine: tocsin doctor http://127.0.0.1:8000")
     return report

@@ -19,8 +19,17 @@ from typing import Any
 from agent.hardware import signals as hardware
 from agent.hardware.history import Finding, History, findings
 from agent.hardware.table import Severity as XidSeverity
-from agent.model import Alert, GpuFacts, Rule, Sample, Signal, SignalSpec, Slo, Why
-from agent.stats import Buckets, SlowShare, add_buckets, in_last_bucket, quantile, slow_share, wilson_lower
+from agent.model import Alert, Gap, GpuFacts, Rule, Sample, Signal, SignalSpec, Slo, Why
+from agent.stats import (
+    Buckets,
+    SlowShare,
+    add_buckets,
+    events_needed,
+    in_last_bucket,
+    quantile,
+    slow_share,
+    wilson_lower,
+)
 from agent.windows import LATE_INTERVALS, Windows
 
 WARMUP_S = 180.0  # after an engine's (re)start
@@ -38,6 +47,8 @@ LIVE = (("generation_tokens", ""), ("itl", "count"), ("steps", ""), ("graph_pass
 PROGRESS = (*LIVE, ("ttft", "count"), ("prompt_tokens", ""), ("finished", "stop"), ("finished", "length"))
 HW_THERMAL, HW_POWER_BRAKE = 0x40, 0x80  # nvml.h: nvmlClocksEventReasonHwThermalSlowdown, ...HwPowerBrakeSlowdown
 PROFILED = 3  # profiled steps of each rank, at least
+DAY_S, WEEK_S = 86400.0, 7 * 86400.0
+PAST_WITHIN_S = 180.0  # a value of yesterday that is remembered is one of these minutes
 MANY = 720  # failed reads in a row: more are not counted
 
 
@@ -84,6 +95,8 @@ class Scene:
     canaries: Mapping[str, str | None] = field(default_factory=dict)  # address -> the target whose own it is
     memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # what several rules ask of one tick
     state_told: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # GPU -> number -> when it told it
+    sourced: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # PromQL or JSON source -> its subjects
+    business: frozenset[str] = frozenset()  # of these the sources that no rule of their own judges
 
     def target_of(self, subject: str) -> Target | None:
         """The target of a target's, an engine's or a user's address's subject."""
@@ -92,6 +105,10 @@ class Scene:
         if subject in self.users:
             return self.users[subject]
         return next((t for t in self.targets.values() if subject in t.engines), None)
+
+    def is_sourced(self, subject: str) -> bool:
+        """Whether a subject is a PromQL or JSON source, or a series of one: it belongs to no node."""
+        return any(subject == name or subject in of_it for name, of_it in self.sourced.items())
 
     def tellers(self, target: Target, name: str) -> tuple[str, ...]:
         """Who tells a number of a target: each of its engines, or the target for all of them together."""
@@ -1528,6 +1545,52 @@ def gpus_unallocatable(ask: Ask) -> Signal:
     return ask.value(max(0.0, most - got.value), at=got.at, evidence={"text": text})
 
 
+def business_drop(ask: Ask) -> Signal:
+    """M7. How far a business metric is below itself a week ago, or a day ago (params `back`).
+
+    A week ago it was the same day of the week; where that is not known, a day ago stands in for it. Of a JSON address,
+    which tells no past, the day before is remembered.
+    """
+    got = ask.latest("sourced")
+    if isinstance(got, Signal):
+        return got
+    week, day = past_of(ask, "sourced_7d", WEEK_S), past_of(ask, "sourced_1d", DAY_S)
+    wants_week = float(ask.rule.params["back"]) > DAY_S
+    if not wants_week and not isinstance(week, float):
+        return ask.idle("no value of a week ago: business-metric itself compares with yesterday", got.value)
+    before, back = (week, "a week ago") if wants_week and isinstance(week, float) else (day, "a day ago")
+    if not isinstance(before, float):
+        if before.code in (Why.NO_DATA, Why.MISSING):
+            return ask.idle("no value of a day or a week ago yet" if wants_week else "no value of a day ago", got.value)
+        return ask.gap(before.code, f"its value {back}: {before.why}")
+    if before <= 0:
+        return ask.idle(f"it was {before:g} {back}", got.value)
+    drop = 1 - got.value / before
+    evidence: dict[str, Any] = {"now": got.value, "before": before, "back": back, "text":
+                                f"{got.value:.6g}, {abs(drop):.1%} {'under' if drop >= 0 else 'over'} the {before:.6g}"
+                                f" of {back}"}
+    needed = events_needed(ask.rule.factor)
+    if before < needed:
+        evidence["note"] = (f"if it counts events, {before:.6g} vary by ±{3 / math.sqrt(before):.1%} by themselves;"
+                            f" {ask.rule.factor:.0%} is told from noise from {needed:,.0f} on")
+    return ask.value(drop, at=got.at, evidence=evidence)
+
+
+def past_of(ask: Ask, name: str, back_s: float) -> float | Gap:
+    """What a source stood at so long ago: as it tells itself, else as we remember it; a Gap: why it is not known."""
+    told = ask.windows.latest(ask.subject, name, ask.now)
+    if isinstance(told, Sample):
+        return told.value
+    known = ask.windows.level_near(ask.subject, "sourced", ask.now - back_s, PAST_WITHIN_S)
+    return told if known is None else known
+
+
+def source_value(ask: Ask) -> Signal:
+    """What a PromQL or JSON source tells, for rules of one's own (params `source`)."""
+    got = ask.latest("sourced")
+    return got if isinstance(got, Signal) else ask.value(got.value, at=got.at)
+
+
 def told_by_drilld(ask: Ask) -> Signal:
     """What the drill daemon says of a run or a drill: it stands until it says otherwise."""
     return ask.value(1.0, evidence={"text": ask.scene.told[ask.spec.id][ask.subject]})
@@ -1556,7 +1619,7 @@ def blind(scene: Scene, rule: Rule, root: str, signals: Mapping[tuple[str, str],
         scene.memo[("lost",)] = [(subject, s) for (rule_id, subject), s in signals.items()
                                  if s.state == "gap" and rule_id in required and not s.evidence.get("young")]
     instances = [uuid for uuid, gpu in scene.instances.items() if gpu.uuid == root]
-    subjects = {root, *(target.engines if target else ()), *instances}
+    subjects = {root, *(target.engines if target else ()), *instances, *scene.sourced.get(root, ())}
     lost = {f"{s.id} of {s.subject}": s.why for subject, s in scene.memo[("lost",)] if subject in subjects}
     return ask.value(float(len(lost)), evidence={"lost": lost})
 
@@ -1631,6 +1694,9 @@ SIGNALS: Mapping[str, tuple[SignalSpec, Callable[[Ask], Signal]]] = {row[0].id: 
     *(_row(*row[:-1], windowed=row[-1]) for row in hardware.ROWS),
     _row("replicas_missing", "count", "workload", "replicas that are asked for and not Ready", replicas_missing),
     _row("gpus_unallocatable", "count", "node", "GPUs that the kubelet would give to no pod now", gpus_unallocatable),
+    _row("business_drop", "ratio", "source", "how far a business metric is below itself a week or a day ago",
+         business_drop, back="duration"),
+    _row("source_value", "count", "source", "what a PromQL or JSON source tells", source_value, source="name"),
     _row("drill_orphaned", "count", "any", "a drill left something in the world", told_by_drilld),
     _row("drill_overdue", "count", "any", "a drill that was due did not run", told_by_drilld),
     _row("watcher", "of limit", "any", "how late a source is, or a channel cannot deliver", watcher,
@@ -1656,9 +1722,20 @@ def subjects(scene: Scene, spec: SignalSpec) -> list[str]:
                   if len(t.gpus) > 1 or any(len(scene.windows.keys(e, name)) > 1 for name in (
                       "rank_seconds", "probe_rank_seconds", "probe_rank_late_s"))]
         memo[key] = {"engine": engines, "target": list(scene.targets), "gpu": list(scene.gpus), "node": [scene.node],
-                     "group": groups, "user": list(scene.users), "workload": list(scene.workloads)}[spec.subject]
+                     "group": groups, "user": list(scene.users), "workload": list(scene.workloads),
+                     "source": [s for name in sorted(scene.business) for s in scene.sourced.get(name, ())],
+                     }[spec.subject]
     found: list[str] = memo[key]
     return found
+
+
+def subjects_of(scene: Scene, rule: Rule, spec: SignalSpec) -> Sequence[str]:
+    """The subjects that a rule judges."""
+    if rule.signal == "watcher":
+        return scene.sources
+    if rule.signal == "source_value":
+        return scene.sourced.get(str(rule.params["source"]), ())
+    return subjects(scene, spec)
 
 
 ROUTER_COUNTS = ("router_requests", "router_errors", "router_responses", "router_retries", "router_worker_requests",
@@ -1737,7 +1814,7 @@ def compute(scene: Scene, rules: list[Rule], resolved_at: Mapping[tuple[str, str
         spec, function = SIGNALS[rule.signal]
         if rule.signal == "blind":
             continue
-        for subject in scene.sources if rule.signal == "watcher" else subjects(scene, spec):
+        for subject in subjects_of(scene, rule, spec):
             ask = Ask(scene, spec, rule, subject, resolved_at.get((rule.id, subject), 0.0))
             try:
                 signals[(rule.id, subject)] = function(ask)
@@ -1745,7 +1822,7 @@ def compute(scene: Scene, rules: list[Rule], resolved_at: Mapping[tuple[str, str
                 signals[(rule.id, subject)] = ask.gap(Why.ERROR, f"{type(error).__name__}: {error}")
     for rule in rules:
         if rule.signal == "blind":
-            for root in (*scene.targets, *scene.gpus):
+            for root in (*scene.targets, *scene.gpus, *scene.sourced):
                 signals[(rule.id, root)] = blind(scene, rule, root, signals, required)
     return signals
 
@@ -1754,7 +1831,7 @@ def alert_labels(scene: Scene, rule: Rule, alert: Alert) -> dict[str, str]:
     """What identifies an alert at a receiver. Only what never changes while it fires."""
     labels = {"rule": rule.id, "number": rule.number or "", "node": scene.node, "subject": alert.subject,
               "severity": alert.severity}
-    if alert.subject in scene.workloads:
+    if alert.subject in scene.workloads or scene.is_sourced(alert.subject):
         del labels["node"]  # it is the cluster's, whichever node tells it
     elif alert.subject in scene.gpus:
         labels["gpu"] = alert.subject

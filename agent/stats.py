@@ -82,3 +82,8 @@ def slow_share(limit: float, buckets: Buckets) -> SlowShare:
             return SlowShare(n, n - count, n - under_low, low, bound)
         low, under_low = bound, count
     return SlowShare(n, 0.0, n - under_low, low, math.inf)
+
+
+def events_needed(drop: float) -> float:
+    """How many events a window must count so that a drop of this share is no noise: 3 sigma of Poisson's sqrt(n)."""
+    return math.inf if drop <= 0 else round((3 / drop) ** 2, 6)

@@ -25,8 +25,8 @@ COARSE_KEEP_S = 3 * 86400.0 + 3600.0
 COARSE_EVERY_S = 60.0
 LATE_INTERVALS = 3  # a gap longer than this many intervals was not watched
 
-# What windows over an hour need: error ratios for burn rates, arrivals for "the same time yesterday".
-COARSE_NAMES = frozenset({"http", "finished", "rejections", "waiting", "process_start"})
+# What windows over an hour need: error ratios for burn rates, arrivals and business metrics for "this time yesterday".
+COARSE_NAMES = frozenset({"http", "finished", "rejections", "waiting", "process_start", "sourced"})
 # Told at every read, also by one that got no page: kept apart, so that a dead target adds no row to its numbers.
 LIVENESS_NAMES = frozenset({"down", "slow", "rung"})
 # It was told, but not as a number: when it is told again it does not "first appear".
@@ -544,6 +544,17 @@ class Windows:
                 number = number_before(column, i, NAN)
                 return None if math.isnan(number) else number
         return None
+
+    def level_near(self, subject: str, name: str, at: float, within_s: float) -> float | None:
+        """What a gauge stood at at a time, if it was read in the `within_s` before it; from the rows kept for days."""
+        owner = self.owners.get((subject, name))
+        track = None if owner is None else self.coarse.get(owner)
+        column = None if track is None else track.columns.get((name, subject, ""))
+        if track is None or column is None:
+            return None
+        i = bisect_right(track.times, at) - 1
+        known = i >= 0 and at - track.times[i] <= within_s and not math.isnan(column[i])
+        return column[i] if known else None
 
     def told_at(self, subject: str, name: str) -> float | None:
         """When the page or call that tells `name` of `subject` was last read."""

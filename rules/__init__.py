@@ -490,6 +490,12 @@ def _number(value: Any) -> float:
     return value
 
 
+def _source_name(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise Unfit("wanted the name of a source", "write the name that it has under sources: in tocsin.yaml")
+    return value
+
+
 def slo_param(value: Any) -> tuple[float, str] | float:
     """`slo.ttft_p99` or `1.5 * slo.e2e_p99` as (factor, key), a duration as seconds. Raises Unfit."""
     text = _as_text(value, "slo.ttft_p99, or a duration")
@@ -519,4 +525,5 @@ PARAMS: Mapping[str, Callable[[Any], Any]] = {
     "ratio": _ratio,
     "number": _number,
     "slo": slo_param,
+    "name": _source_name,
 }

@@ -43,7 +43,9 @@ BEHAVIOUR = (
     "what was seen before an alert's last resolve counts again while it is in the window",
     "requests of the canary, and what routers count, are not told apart",
 )
+YOURS = "needs a query of yours: `Q <= 0.95 * Q offset 7d` (or `offset 1d`) for 10 m says the same"
 CANNOT: Mapping[str, str] = {
+    "business-metric": YOURS, "business-metric-day": YOURS,
     "graph-fallback": "no stock engine tells which decode steps should have had a graph",
     "rank-spread": "needs seconds of compute for each rank", "rank-straggler": "needs seconds of compute for each rank",
     "rank-clock-spread": "needs clocks and their reasons from NVML",
@@ -60,7 +62,6 @@ ELSEWHERE: Mapping[str, str] = {  # by the letter of a rule's number
     "X": "needs the kernel log, NVML or the devices", "L": "needs the kernel log, NVML or the devices",
     "U": "is measured from outside, by a canary, a prober or a router", "K": "needs the Kubernetes API",
 }
-M7 = "M7 business-metric: needs a metric of yours; write it as a rule of your own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,7 +505,7 @@ def over_engines(rules: Sequence[Rule], slo: Slo, poll_s: float) -> str:
                       labels=labels | {"engine": labels["subject"]}, annotations=texts(ask, labels["subject"]),
                       says=f"{rule.number or ''} {rule.id}".strip())
         (slow if rule.signal in IN_SLOW_GROUP else fast).extend([*entries, alert])
-    lines = [*(f"{', '.join(names)}: {why}" for why, names in cannot.items()), M7, *BEHAVIOUR]
+    lines = [*(f"{', '.join(names)}: {why}" for why, names in cannot.items()), *BEHAVIOUR]
     head = HEAD.format(
         promised="" if slo.written else UNPROMISED, poll=span(poll_s), late=f"over {span(LATE_INTERVALS * poll_s)}",
         ttft=f"{slo.ttft_p99:g} s",

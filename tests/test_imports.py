@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent": Row(),
     "agent.model": Row(),
     "agent.retry_after": Row(),
+    "agent.json_path": Row(),
     "agent.daytime": Row("", "zoneinfo"),
     "agent.stats": Row(),
     "agent.exposition": Row("agent.model", "sys"),  # sys.intern
@@ -82,7 +83,9 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     # Files of the user's, read once.
     "agent.strict": Row("", "msgspec pathlib yaml"),
-    "agent.config": Row("agent.engines agent.model agent.strict rules", "msgspec os pathlib socket zoneinfo"),
+    "agent.config": Row(
+        "agent.engines agent.json_path agent.model agent.stats agent.strict rules", "msgspec os pathlib socket zoneinfo"
+    ),
     "rules": Row("agent.model agent.strict", "msgspec pathlib"),
     "rules.alertmanager": Row("agent.incidents agent.model"),
     "rules.exported": Row(
@@ -117,6 +120,9 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sources.router": Row(
         "agent.engines agent.engines.pages agent.exposition agent.model agent.sources.fetch", WORLD
     ),
+    "agent.sources.asking": Row("agent.model agent.sources.fetch", WORLD),
+    "agent.sources.promql": Row("agent.model agent.sources.asking agent.sources.fetch", "msgspec"),
+    "agent.sources.json_address": Row("agent.json_path agent.model agent.sources.asking", "msgspec"),
     "agent.sources.kernel_log": Row(
         "agent.hardware.lines agent.model agent.sources.journal agent.sources.log_files", WORLD
     ),
@@ -171,8 +177,9 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.daemon": Row(
         "agent.config agent.loop agent.model agent.node agent.notifiers agent.outbox agent.sdnotify agent.signals"
         " agent.sources.discovery agent.sources.engine agent.sources.engine_probe agent.sources.fetch"
-        " agent.sources.gpu_devices agent.sources.kernel_log agent.sources.nvml agent.sources.pod_resources"
-        " agent.sources.pods agent.sources.probe agent.sources.router agent.sources.workloads agent.store agent.strict"
+        " agent.sources.gpu_devices agent.sources.json_address agent.sources.kernel_log agent.sources.nvml"
+        " agent.sources.pod_resources agent.sources.pods agent.sources.probe agent.sources.promql agent.sources.router"
+        " agent.sources.workloads agent.store agent.strict"
         " agent.web.app agent.web.pages agent.web.server drills drills.cluster rules",
         WORLD,
     ),
