@@ -485,16 +485,26 @@ class Agent:
         found = next((one for one in known if name in ("last", one["id"]) or one["id"].endswith(f"/{name}")), None)
         if found is None:
             return None
-        node, end = found["node"], found["ended_at"] or now
-        keys = [found["id"], *(f"{node}/{member['rule']}/{member['subject']}" for member in found["members"])]
+        end = found["ended_at"] or now
         with self._lock:
             cost = found["impact"] or impact(self.node.scene, found["began_at"], now)
         return {
             "incident": {**found, "impact": cost}, "now": now,
             "transitions": self.store.transitions_in(found["began_at"] - 1.0, end + 1.0),
-            "notices": self.store.notices_of(keys, found["began_at"] - 1.0, end + 1.0),
+            "notices": self._notices_of(found, now),
             "earlier": [one for one in known if one["root"][0] == found["root"][0] and one["opened_at"]
                         < found["opened_at"]]}
+
+    def pages_of(self, incident: Mapping[str, Any]) -> int:
+        """How often people were told of it as news: pages that a channel has accepted, updates not counted."""
+        return len({(one["channel"], one["key"]) for one in self._notices_of(incident, self._clock())
+                    if (one["status"], one["state"]) == ("firing", "delivered")})
+
+    def _notices_of(self, incident: Mapping[str, Any], now: float) -> list[dict[str, Any]]:
+        """What was owed to whom of an incident, as a whole and of each of its alerts."""
+        keys = [f"{incident['node']}/{member['rule']}/{member['subject']}" for member in incident["members"]]
+        end = incident["ended_at"] or now
+        return self.store.notices_of([incident["id"], *keys], incident["began_at"] - 1.0, end + 1.0)
 
     def review(self, last_s: float) -> dict[str, Any]:
         """A quarter, or however long, in numbers: service levels kept, budget spent, pages; see agent.review."""

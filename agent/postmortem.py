@@ -11,7 +11,7 @@ from typing import Any
 
 from agent import escape, forms, noise
 from agent.escape import DAY_S, UNKNOWN, instant, number
-from agent.words import beside, quantity, span
+from agent.words import beside, quantity, root_of, span
 
 SCHEMA = 1
 EARLIER_SHOWN = 5
@@ -46,18 +46,13 @@ def view(told: Map) -> dict[str, Any]:
 
 
 def _header(incident: Map, now: float) -> dict[str, Any]:
-    root = _root(incident)
+    root = root_of(incident)
     end = instant(incident["ended_at"])
     return {"incident": incident["id"], "node": incident["node"], "title": root["summary"] or root["rule"],
             "cause": f"{root['rule']} on {root['place']}", "began_at": incident["began_at"],
             "opened_at": incident["opened_at"], "ended_at": end, "state": "over" if end is not None else "open",
             "lasted_s": (now if end is None else end) - incident["opened_at"], "drill": incident.get("drill"),
             "owner": FILL_IN, "runbook": f"runbooks/{root['rule']}.md"}
-
-
-def _root(incident: Map) -> Map:
-    members: Sequence[Map] = incident["members"]
-    return next((m for m in members if [m["rule"], m["subject"]] == list(incident["root"])), members[0])
 
 
 def chain(incident: Map) -> list[dict[str, str]]:
@@ -174,7 +169,7 @@ def findings(incident: Map, times: Map, now: float) -> list[str]:
 
 def actions(incident: Map, earlier: Sequence[Map], times: Map) -> list[dict[str, str]]:
     """What the numbers ask for, each with owner and day to be filled in; then a line for what only people know."""
-    root = _root(incident)
+    root = root_of(incident)
     often = [one for one in earlier if incident["opened_at"] - one["opened_at"] <= OFTEN_S]
     wanted = [("mend", f"the cause, {root['rule']} on {root['place']}: {root['action']}")]
     if len(often) + 1 >= OFTEN:
@@ -191,11 +186,11 @@ def actions(incident: Map, earlier: Sequence[Map], times: Map) -> list[dict[str,
 def _summary(one: Map, now: float) -> dict[str, Any]:
     rows = impact(one)
     end = instant(one["ended_at"])
-    return {"incident": one["id"], "opened_at": one["opened_at"], "where": _root(one)["place"],
+    return {"incident": one["id"], "opened_at": one["opened_at"], "where": root_of(one)["place"],
             "lasted_s": (now if end is None else end) - one["opened_at"], "alerts": len(one["members"]),
             "errors": sum(row["errors"] for row in rows) if rows else None,
             "requests": sum(row["requests"] for row in rows) if rows else None,
-            "worst": quantity(number(_root(one)["worst"]), _root(one)["unit"])}
+            "worst": quantity(number(root_of(one)["worst"]), root_of(one)["unit"])}
 
 
 def _environments() -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, TextIO
 
-from agent.words import LOUD, beside, binds_lines, clean, loudest_first, place, quantity, span, verdict_line
+from agent.words import LOUD, beside, binds_lines, clean, loudest_first, place, quantity, root_of, span, verdict_line
 
 Answer = Mapping[str, Any]
 NOTHING = "–"
@@ -324,8 +324,7 @@ def incidents_report(incidents: Sequence[Answer]) -> Report:
                Column("OPEN FOR", right=True), Column("ALERTS", drop=2, right=True))
     rows = []
     for one in incidents:
-        root = next((m for m in one["members"] if [m["rule"], m["subject"]] == one["root"]), one["members"][0])
-        ended = one["ended_at"]
+        root, ended = root_of(one), one["ended_at"]
         rows.append([clean(cell) for cell in (
             one["id"], "open" if ended is None else "over", f"{root['rule']} on {root['place']}",
             moment(one["opened_at"]), "" if ended is None else span(round(ended - one["opened_at"])),

@@ -75,6 +75,12 @@ def beside(value: float | None, limit: float | None, unit: str) -> str:
     return next((t for t in fuller if t != quantity(limit, unit)), text)
 
 
+def root_of(incident: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of an incident's record the alert that caused it."""
+    members: Sequence[Mapping[str, Any]] = incident["members"]
+    return next((m for m in members if [m["rule"], m["subject"]] == list(incident["root"])), members[0])
+
+
 # --- what was measured, where a number alone says too little ---------------------------------------------------------
 
 

@@ -161,8 +161,8 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.web.metrics": Row("agent.model", "prometheus_client"),
     "agent.web.glance": Row("agent.model agent.words"),
     "agent.web.pages": Row(
-        "agent agent.client agent.forms agent.model agent.strict agent.web agent.web.app agent.web.glance"
-        " agent.web.plot agent.words",
+        "agent agent.client agent.forms agent.model agent.postmortem agent.strict agent.web agent.web.app"
+        " agent.web.glance agent.web.plot agent.words",
         "importlib jinja2 markdown_it markupsafe pathlib threading time hmac",
     ),
     "agent.web.plot": Row("agent agent.forms agent.words", "xml.etree"),

@@ -16,8 +16,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from agent import client
+from agent import client, words
+from agent.loop import Agent
 from agent.model import Batch, GpuFacts
+from agent.notifiers.pagerduty import PagerDuty
 from agent.signals import CATALOGUE, Target
 from agent.web import app, glance, pages
 from agent.web.app import PUBLIC, make_app
@@ -25,6 +27,8 @@ from agent.web.pages import Site, make_pages
 from agent.web.server import Server, serve_tcp
 from drills import daemon, heal, ledger, record
 from drills.model import Drill, State
+from tests import told_incident
+from tests.receiver import Receiver
 from tests.scenes import SLO, samples
 from tests.test_loop import Life, Scripted, engine
 
@@ -52,10 +56,16 @@ class Page:
         source = Scripted(f"engine:{HOSTILE}", engine(self.numbers, HOSTILE))
         self.agent = life.start(Scripted("nvml", hardware), source)
         life.tick(3)
-        site = Site("gpu-17", folder / "drilld.sock", lambda: token, CATALOGUE)
-        routes = {**PUBLIC, **make_pages(site)}
-        self.server: Server = serve_tcp(make_app(self.agent, CATALOGUE, lambda: life.clocks.unix, routes=routes),
-                                        "127.0.0.1:0")
+        self.site = Site("gpu-17", folder / "drilld.sock", lambda: token, CATALOGUE)
+        self.serve(self.agent)
+
+    def serve(self, agent: Agent) -> None:
+        """The page of this agent from now on."""
+        if hasattr(self, "server"):
+            self.server.close()
+        self.agent = agent
+        app_ = make_app(agent, CATALOGUE, lambda: self.life.clocks.unix, routes={**PUBLIC, **make_pages(self.site)})
+        self.server: Server = serve_tcp(app_, "127.0.0.1:0")
 
     def ask(self, path: str, accept: str = "text/html", **form: str) -> tuple[int, dict[str, str], str]:
         """Status, headers and body; a form is posted."""
@@ -75,14 +85,14 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Page]]:
             life = Life(tmp_path)
             stack.callback(life.kill)
             page = Page(life, tmp_path, token)
-            stack.callback(page.server.close)
+            stack.callback(lambda: page.server.close())
             return page
 
         yield make
 
 
-VIEWS = ("/", "/engines", "/gpus", "/alerts", "/numbers/H2", "/rules", "/runbooks", "/runbooks/queue-age", "/drills",
-         "/silences",
+VIEWS = ("/", "/engines", "/gpus", "/alerts", "/incidents", "/numbers/H2", "/rules", "/runbooks", "/runbooks/queue-age",
+         "/drills", "/silences",
          f"/signals/kv-cache-utilization/{quote(HOSTILE, safe='')}",
          "/alerts/gpu-temperature/GPU-0001")  # fmt: skip
 
@@ -124,7 +134,7 @@ def test_a_breach_comes_and_goes(opened: Callable[..., Page]) -> None:
     page = opened()
 
     def row() -> str:
-        found = re.search(r'<tr class="(\w+)">\s*<th scope="row"><a href="[^"]*"><span class="number">H2</span>',
+        found = re.search(r'<tr role="row" class="(\w+)">\s*<th[^>]*><a href="[^"]*"><span class="number">H2</span>',
                           page.ask("/?part=1")[2])
         assert found is not None
         return found[1]
@@ -187,10 +197,89 @@ def test_a_plot_is_a_picture_with_its_limit(opened: Callable[..., Page]) -> None
 
 def test_a_curve_has_holes_where_nothing_was_measured() -> None:
     """120 wide, 24 high, 1 px inside; an hour is 120, so 10 minutes are 20; 0.5 lies in the middle of 0 and 1."""
-    drawn = glance.spark([(0.0, 0.0), (60.0, 1.0), (600.0, 0.5)], 2.0, 3600.0)
-    assert drawn == {"paths": ["M0.0,23.0L2.0,12.0", "M20.0,17.5h1"], "limit": 1.0}
-    assert glance.spark([(0.0, 1.0)], None, 7200.0) is None  # over an hour ago
-    assert glance.spark([(3600.0, 0.0)], 0.0, 3600.0) == {"paths": ["M120.0,23.0h1"], "limit": 23.0}
+    drawn = glance.spark([(0.0, 0.0), (60.0, 1.0), (600.0, 0.5)], 2.0, 3600.0, "s")
+    assert drawn == {"paths": ["M0.0,23.0L2.0,12.0", "M20.0,17.5h1"], "limit": 1.0,
+                     "text": "between 0 s and 1 s, last 500 ms, limit 2 s"}
+    assert glance.spark([(0.0, 1.0)], None, 7200.0, "s") is None  # over an hour ago
+    assert glance.spark([(3600.0, 0.0)], 0.0, 3600.0, "celsius") == {
+        "paths": ["M120.0,23.0h1"], "limit": 23.0, "text": "0 °C throughout, limit 0 °C"}
+
+
+def test_a_curve_is_heard(opened: Callable[..., Page]) -> None:
+    """"Temperature of GPU 1, the last hour", said the screen reader, and nothing more."""
+    page = opened()
+    page.life.tick(30)
+    said = "temperature of GPU 1, the last hour: 91 °C throughout, limit 85 °C"
+    assert f'aria-label="{said}"' in page.ask("/gpus")[2]
+    body = page.ask("/signals/gpu-temperature/GPU-0001")[2]
+    for span in ("the last 2 hours", "the worst of each minute of the last 24 hours"):
+        assert f'alt="gpu-temperature, {span}: 91 °C throughout, limit 85 °C"' in body
+
+
+def test_a_table_stays_one_where_it_is_drawn_as_cards(opened: Callable[..., Page], drilld: daemon.Daemon) -> None:
+    """On a phone its rows are blocks, which browsers take for no table, unless it says that it is one."""
+    page = opened(TOKEN)
+    page.life.tick(30)
+    for path in VIEWS:
+        body = page.ask(path)[2]
+        for tag, role in (("table", "table"), ("tbody", "rowgroup"), ("thead", "rowgroup"), ("tr", "row"),
+                          ("td", "cell"), ("th", "rowheader|columnheader")):
+            # What a runbook's own Markdown brings stays a table at every width.
+            bare = re.findall(rf"<{tag}(?![a-z])(?! (?:class=\"\w+\" )?role=\"(?:{role})\")[^>]*>", body)
+            assert path.startswith("/runbooks/") or bare == [], path
+
+
+# --- incidents -------------------------------------------------------------------------------------------------------
+
+
+def test_past_incidents_and_their_postmortems(opened: Callable[..., Page]) -> None:
+    """The morning after: what paged, for how long, how many pages, and a draft that needs two sentences of a person."""
+    page = opened()
+    assert "No incident has paged yet." in page.ask("/incidents")[2]
+    life = page.life
+    with Receiver() as receiver:
+        agent = life.start(*life.sources, channels=[PagerDuty("pagerduty", lambda: "k" * 32, receiver.url)])
+        page.serve(agent)
+        life.tick(20)
+        assert agent.outbox is not None
+        for worker in agent.outbox.workers:
+            worker.step()
+        body = page.ask("/incidents")[2]
+        cells = re.findall(r'data-head="(\w+)"[^>]*>(?:<[^>]+>)*([^<]*)<', body)
+        (record,) = agent.incident_list(0.0)
+        assert dict(cells) == {
+            "state": "open", "cause": "gpu-thermal-limit on GPU 1 on gpu-17", "pages": "1", "alerts": "1",
+            "began": glance.moment(record["began_at"]), "lasted": words.span(life.clocks.unix - record["began_at"]),
+            "postmortem": "draft"}
+    (href,) = re.findall(r'href="(/incidents/[^"]+)"', body)
+    status, headers, report = page.ask(href)
+    assert status == 200
+    assert "unsafe" not in headers["Content-Security-Policy"]
+    for text in (f"<h1>Incident {record['id']}</h1>", "<td>gpu-thermal-limit on GPU 1 on gpu-17</td>",
+                 "firing delivered to pagerduty", f"tocsin report incident {record['id']}"):
+        assert text in report, text
+    for form, begins, kind in (("md", "# Incident", "text/markdown"), ("html", "<!DOCTYPE", "text/html"),
+                               ("json", "{", "application/json")):
+        _, headers, body = page.ask(f"{href}?format={form}")
+        assert body.lstrip().startswith(begins)
+        assert headers["Content-Type"].startswith(kind)
+    assert page.ask(f"{href}?format=pdf")[0] == 400
+    assert page.ask("/incidents/none")[0] == 404
+
+
+def test_an_incident_of_a_hostile_name_is_text(opened: Callable[..., Page], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name of an engine that is markup, in HTML or in Markdown, reads in the list and in the postmortem as it is."""
+    page = opened()
+    name = f"{HOSTILE}[x](javascript:alert(1))|**b**"
+    told = told_incident.told()
+    for member in told["incident"]["members"]:
+        member |= {"place": name, "summary": name}
+    monkeypatch.setattr(page.agent, "incident_list", lambda since: [told["incident"]])
+    monkeypatch.setattr(page.agent, "incident_told", lambda _: told)
+    for path in ("/incidents", "/incidents/last"):
+        body = page.ask(path)[2]
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;[x](javascript:alert(1))|**b**" in body, path
+        assert HOSTILE not in body
 
 
 def test_nothing_but_our_own_files_is_served(opened: Callable[..., Page]) -> None:

@@ -74,6 +74,9 @@ class FakeView:
     def incident_told(self, name: str) -> dict[str, Any] | None:
         return told_incident.told() if name in ("last", told_incident.record()["id"]) else None
 
+    def pages_of(self, incident: Mapping[str, Any]) -> int:
+        return 2
+
     def review(self, last_s: float) -> dict[str, Any]:
         end = told_incident.START + 1000.0
         return review.review(self.days, self.incident_list(0.0), [], lambda name: self.slo, end - last_s, end)

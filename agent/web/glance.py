@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from agent.model import AlertKey, IncidentMessage
-from agent.words import TEN, binds_lines, clean, quantity, span, verdict_line
+from agent.words import TEN, binds_lines, clean, quantity, root_of, span, verdict_line
 
 Answer = Mapping[str, Any]
 Curve = Sequence[tuple[float, float]]
@@ -42,7 +42,7 @@ def of_signal(row: Answer, curve: Curve = (), now: float = 0.0) -> Row:
         "method": row.get("method") or "", "age": NOTHING if row.get("age_s") is None else span(round(row["age_s"])),
         "why": row.get("why") or ("" if told == value else told), "silenced": row.get("silenced") or "",
         "action": row.get("action") or "",
-        "href": link("signals", row["rule"], row["subject"]), "spark": spark(curve, row.get("limit"), now),
+        "href": link("signals", row["rule"], row["subject"]), "spark": spark(curve, row.get("limit"), now, unit),
     }  # fmt: skip
 
 
@@ -112,6 +112,22 @@ def incidents(told: Sequence[IncidentMessage]) -> list[Row]:
     return found
 
 
+def past(records: Sequence[Answer], pages: Sequence[int], now: float) -> list[Row]:
+    """Incidents from their records, the open ones too: title, cause, when, for how long, how many pages."""
+    found = []
+    for one, told in zip(records, pages, strict=True):
+        root, end = root_of(one), one["ended_at"]
+        found.append({
+            "title": clean(root["summary"] or root["rule"]), "cause": clean(f"{root['rule']} on {root['place']}"),
+            "state": "open" if end is None else "over", "sign": "breach" if end is None else "ok",
+            "began": moment(one["began_at"]), "lasted": span(round(max(0.0, (now if end is None else end)
+                                                                       - one["began_at"]))),
+            "pages": str(told), "alerts": str(len(one["members"])), "drill": clean(one.get("drill") or ""),
+            "href": link("incidents", one["id"]), "runbook": link("runbooks", root["rule"]),
+        })  # fmt: skip
+    return found
+
+
 def engines(answer: Answer, doctor: Answer, curves: Mapping[AlertKey, Curve], now: float) -> list[Row]:
     """One row an engine: what it is, what binds it, and the ten of it."""
     rows, found = answer["signals"], []
@@ -154,7 +170,7 @@ def gpus(told: Answer, rows: Sequence[Answer], curves: Mapping[AlertKey, Curve],
             "sign": GPU_SIGNS.get(gpu["verdict"], "unknown"), "text": gpu["text"], "numbers": numbers,
             "findings": gpu["findings"], "unchecked": [u for u in gpu["unchecked"] if u["state"] == "UNKNOWN"],
             "href": link("signals", "gpu-temperature", subject),
-            "spark": spark(curves.get(("gpu-temperature", subject), ()), limit, now),
+            "spark": spark(curves.get(("gpu-temperature", subject), ()), limit, now, "celsius"),
         })  # fmt: skip
     return found
 
@@ -181,8 +197,18 @@ def moment(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def spark(curve: Curve, limit: float | None, now: float) -> Row | None:
-    """A small curve of the last hour as SVG paths: {"paths", "limit" (its height or None)}; None: no value."""
+def in_words(curve: Curve, limit: float | None, unit: str) -> str:
+    """A curve for who does not see it: its least, greatest and last value, and the limit."""
+    values = [value for _, value in curve]
+    if not values:
+        return "no value yet"
+    least, most, last = (quantity(value, unit) for value in (min(values), max(values), values[-1]))
+    around = f"{least} throughout" if least == most else f"between {least} and {most}, last {last}"
+    return around + ("" if limit is None else f", limit {quantity(limit, unit)}")
+
+
+def spark(curve: Curve, limit: float | None, now: float, unit: str) -> Row | None:
+    """A small curve of the last hour as SVG: {"paths", "limit" (its height or None), "text"}; None: no value."""
     shown = [(at, value) for at, value in curve if now - HOUR_S <= at <= now]
     if not shown:
         return None
@@ -204,4 +230,5 @@ def spark(curve: Curve, limit: float | None, now: float) -> Row | None:
             paths[-1] += f"L{point}"
         last = at
     drawn = [path if "L" in path else f"{path}h1" for path in paths]  # a lone value is a dot
-    return {"paths": drawn, "limit": None if limit is None or limit > top else y(limit)}
+    return {"paths": drawn, "limit": None if limit is None or limit > top else y(limit),
+            "text": in_words(shown, limit, unit)}

@@ -20,7 +20,7 @@ from agent import client, words
 from agent.model import SignalSpec
 from agent.strict import Unfit, duration_s
 from agent.web import app, glance
-from agent.web.app import OK, Handler, Reply, Request, Routes
+from agent.web.app import OK, BadRequest, Handler, Reply, Request, Routes
 
 HTML = "text/html; charset=utf-8"
 PAGE = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
@@ -28,9 +28,10 @@ PAGE = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'
 REPORT = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"  # its own is stricter
 STATIC: Mapping[str, str] = {"page.css": "text/css; charset=utf-8", "page.js": "text/javascript; charset=utf-8",
                              "icon.svg": "image/svg+xml"}
-NAV = (("/", "Node"), ("/engines", "Engines"), ("/gpus", "GPUs"), ("/alerts", "Alerts"), ("/silences", "Silences"),
-       ("/drills", "Drills"), ("/runbooks", "Runbooks"), ("/rules", "Rules"))
+NAV = (("/", "Node"), ("/engines", "Engines"), ("/gpus", "GPUs"), ("/alerts", "Alerts"), ("/incidents", "Incidents"),
+       ("/silences", "Silences"), ("/drills", "Drills"), ("/runbooks", "Runbooks"), ("/rules", "Rules"))
 SPANS: Mapping[str, float] = {"2h": 7200.0, "24h": 86400.0}
+FORMS: Mapping[str, str] = {"md": "text/markdown; charset=utf-8", "html": HTML, "json": app.JSON}  # of a postmortem
 LIVE = "5 s"
 BY_PAGE = "the page's token"
 DRILLD_FRESH_S = 5.0
@@ -38,6 +39,7 @@ DRILLD_S = 2.0  # drilld answers a page within this, or the page says that it do
 WRONG_TOKEN_S = 1.0  # what a wrong token costs all who try
 MOST_DRAWN = 64  # views that are remembered: some megabytes of signals' pages and plots at most
 SHOWN_RUNS = 50
+SHOWN_INCIDENTS = 50
 SHOWN_VERDICTS = 6
 SHOWN_ENDED = 20  # silences
 SILENCE_SPANS = ("30m", "2h", "8h", "24h", "3d")
@@ -154,6 +156,8 @@ def make_pages(site: Site) -> Routes:
         "/gpus": told(_gpus),
         "/alerts": told(_alerts),
         "/alerts/": either(_alert, app.alert),
+        "/incidents": told(_incidents),
+        "/incidents/": told(_postmortem),
         "/numbers/": told(_number),
         "/signals/": told(_signal),
         "/plots/": told(_plot),
@@ -235,8 +239,12 @@ def _signal(views: _Views, request: Request) -> Reply:
         rule, _, subject = request.rest.partition("/")
         rows = [row for row in request.view.check()["signals"] if (row["rule"], row["subject"]) == (rule, subject)]
         at = f"at={request.view.tick_at() or 0:.0f}"  # another picture each tick: a browser keeps what has one address
-        plots = [{"src": f"{glance.link('plots', rule, subject)}?span={span}&{at}", "alt": f"{rule}, the last {text}"}
-                 for span, text in (("2h", "2 hours"), ("24h", "24 hours: the worst of each minute"))]
+        plots = []
+        for span, text in (("2h", "the last 2 hours"), ("24h", "the worst of each minute of the last 24 hours")):
+            points = request.view.trend(SPANS[span], frozenset({(rule, subject)})).get((rule, subject), ())
+            said = [glance.in_words(points, row["limit"], row["unit"]) for row in rows[:1]]
+            plots.append({"src": f"{glance.link('plots', rule, subject)}?span={span}&{at}",
+                          "caption": f"{rule}, {text}", "alt": f"{rule}, {text}: {''.join(said)}"})
         return _signals(views, request, rows, f"{rule} of {subject}", plots)
 
     return views.each_tick(f"/signals/{request.rest}", request, make)
@@ -297,6 +305,36 @@ def _alert(views: _Views, request: Request) -> Reply:
     return views.each_tick(f"/alerts/{request.rest}", request, make)
 
 
+def _incidents(views: _Views, request: Request) -> Reply:
+    """What has paged, the newest first."""
+    def make() -> Reply:
+        known = request.view.incident_list(0.0)
+        shown = known[:SHOWN_INCIDENTS]
+        rows = glance.past(shown, [request.view.pages_of(one) for one in shown], request.now)
+        return _page(views.draw("incidents.html.j2", request, here="/incidents", live=LIVE, incidents=rows,
+                                more=len(known) - len(shown), title=f"Incidents · {views.site.node} · Tocsin"))
+
+    return views.each_tick("/incidents", request, make)
+
+
+def _postmortem(views: _Views, request: Request) -> Reply:
+    """The draft of an incident's postmortem, as `tocsin report incident` writes it; `?format=` to take it along."""
+    from agent import postmortem
+
+    told = request.view.incident_told(request.rest)
+    if told is None:
+        return app.plain_text("404 Not Found", f"there is no incident {request.rest!r}; /incidents lists them")
+    form = request.query.get("format")
+    if form is None:
+        name = told["incident"]["id"]
+        return _page(views.draw("postmortem.html.j2", request, here="/incidents", forms=list(postmortem.FORMATS),
+                                text=_rendered(postmortem.render(told, "md")), href=glance.link("incidents", name),
+                                command=f"tocsin report incident {name}", title=f"{name} · Tocsin"))
+    if form not in postmortem.FORMATS:
+        raise BadRequest(f"format={form}: there are {', '.join(postmortem.FORMATS)}")
+    return Reply(OK, FORMS[form], postmortem.render(told, form).encode(), REPORT)
+
+
 def _rules(views: _Views, request: Request) -> Reply:
     rows = [{"id": rule.id, "number": rule.number or "", "severity": rule.severity, "action": rule.action,
              "fires": words.fires(rule, views.site.catalogue[rule.signal].unit), "lasts": words.span(rule.for_s),
@@ -312,15 +350,24 @@ def _runbooks(views: _Views, request: Request) -> Reply:
 
 def _runbook(views: _Views, request: Request) -> Reply:
     """A runbook in the page's clothes. Its own markup is Markdown's alone: HTML in it is shown as text."""
-    from markdown_it import MarkdownIt
-    from markupsafe import Markup
-
     plain = app.runbook(request)
     if plain.status != OK:
         return plain
-    text = Markup(MarkdownIt("commonmark", {"html": False}).enable("table").render(plain.body.decode()))  # noqa: S704  (its own escaper made it)
-    return _page(views.draw("runbook.html.j2", request, here="/runbooks", text=text,
+    return _page(views.draw("runbook.html.j2", request, here="/runbooks", text=_rendered(plain.body.decode()),
                             title=f"{request.rest} · Tocsin"))
+
+
+def _rendered(markdown: str) -> Any:
+    """Markdown as HTML, which no template escapes again: the library has escaped all of its text."""
+    from markdown_it import MarkdownIt
+    from markupsafe import Markup
+
+    library = MarkdownIt("commonmark", {"html": False}).enable("table")
+    # A table that is wider than a phone is moved by the keyboard, too, and stays a table for a screen reader.
+    library.add_render_rule("table_open", lambda *_: '<div class="wide" role="group" aria-label="table" tabindex="0">'
+                                                     '<table>\n')
+    library.add_render_rule("table_close", lambda *_: "</table></div>\n")
+    return Markup(library.render(markdown))  # noqa: S704
 
 
 # --- silences --------------------------------------------------------------------------------------------------------
