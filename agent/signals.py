@@ -151,9 +151,12 @@ class Scene:
 
 
 def tellers(windows: Windows, target: Target, name: str) -> tuple[str, ...]:
-    """Who tells a number of a target: each of its engines, or the target for all of them, as SGLang's front does."""
+    """Who tells a number of a target: each of its engines, or the target for all of them, as SGLang's front does.
+
+    An engine that never told a word is blind; what the others tell is judged all the same.
+    """
     if len(target.engines) < 2 or target.name in target.engines or not windows.keys_now(target.name, name):
-        return target.engines
+        return tuple(engine for engine in target.engines if windows.track_of(engine, name)) or target.engines
     return (target.name,)
 
 
@@ -1075,7 +1078,7 @@ def routed_change(ask: Ask) -> Signal | None:
 def hushed(ask: Ask) -> Signal | None:
     """Not judged for 15 m after a restart, or after an engine came in addition."""
     assert ask.target is not None  # noqa: S101
-    for engine in ask.target.engines:
+    for engine in ask.scene.tellers(ask.target, "waiting"):
         warm = ask.warming_up("waiting", RESTART_HUSH_S, engine)
         if warm:
             return ask.idle(warm)

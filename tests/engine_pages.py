@@ -167,7 +167,8 @@ def ray(prefix: str) -> Page:
             ours = name.replace("_total", "", 1).replace("vllm:", prefix, 1).replace("{", REPLICA, 1)
             lines.append(("# TYPE " if line.startswith("#") else "") + ours)
         served = {_of(route="/", method="POST", status_code="200", application="llm"): 2 * t,
-                  _of(route="/", method="POST", status_code="500", application="llm"): 0.02 * t}
+                  _of(route="/", method="POST", status_code="500", application="llm"): 0.02 * t,
+                  _of(route="/-/healthz", method="GET", status_code="200", application=""): 50 * t}
         return "\n".join(lines) + "\n" + _page(many("counter", "ray_serve_num_http_requests_total", served))
 
     return page
@@ -275,7 +276,7 @@ def triton(*, backend: bool, fraction: bool = True) -> Page:
 
     def page(t: float) -> str:
         of = {"model": "tensorrt_llm", "version": "1"}
-        kinds = {"waiting": 2, "scheduled": 3, "context": 1, "max": 512}
+        kinds = {"waiting": 2, "scheduled": 3, "context": 1, "max": 512, "active": 5}
         blocks = {"used": 6640, "free": 1360, "max": 8000, "tokens_per": 64} | ({"fraction": 0.83} if fraction else {})
         return _page(
             total("nv_inference_request_success", 2 * t, **of),

@@ -15,7 +15,7 @@ from agent import signals
 from agent.engines import KINDS, ROUTER_KINDS, detect, load_map
 from agent.engines.pages import PageReader
 from agent.exposition import Reader
-from agent.model import SAMPLES, Batch, EngineFacts, Found, Signal
+from agent.model import SAMPLES, Batch, EngineFacts, Found, Gap, Sample, Signal
 from agent.signals import Scene, Target, compute
 from agent.windows import Windows
 from tests.engine_pages import GOLDEN, GOLDEN_AT_S, PAGES, sglang
@@ -230,6 +230,68 @@ def test_a_ratio_of_two_gauges_needs_both() -> None:
     zero = PAGES["tgi-3.3.7"](600).replace("tgi_batch_max_total_tokens 10000", "tgi_batch_max_total_tokens 0")
     told_of = {r.name: r for r in PageReader("t").read(zero.encode(), "text/plain", 1.0)}
     assert getattr(told_of["kv_usage"], "code", None) == "no_data"
+
+
+def read_once(page: str) -> dict[str, Sample | Gap]:
+    """A page's readings by their name, of those without a key."""
+    return {r.name: r for r in PageReader("t").read(page.encode(), "text/plain", 1.0) if not r.key}
+
+
+def test_a_waiting_request_does_not_run_on_triton() -> None:
+    """`active` is scheduled + waiting (tensorrtllm_backend#725): added to them, 3 that ran were 8, and a queue that
+    nobody serves looked served."""
+    page = PAGES["triton-25.03"](600)
+    assert getattr(read_once(page)["running"], "value", None) == 3
+    only = "".join(f"{line}\n" for line in page.splitlines() if 'request_type="scheduled"' not in line)
+    assert getattr(read_once(only)["running"], "value", None) == 5
+
+
+def test_a_counter_that_has_not_counted_is_no_missing_feature() -> None:
+    """SGLang counts requests as they come and answers as they go: until the first answer, doctor said that this
+    version counts none."""
+    page = "".join(f"{line}\n" for line in PAGES["sglang-0.5.8"](600).splitlines() if "http_responses" not in line)
+    reader = PageReader("t")
+    reader.read((page + 'sglang:http_requests_total{endpoint="/generate"} 1\n').encode(), "text/plain", 1.0)
+    assert reader.facts is not None
+    assert next(f.why for f in reader.facts.found if f.name == "http") == \
+        "sglang:http_responses_total counts nothing yet"
+
+
+@pytest.mark.parametrize("told", ["nan", "inf", "None", "-1"])
+def test_a_label_that_is_no_number_is_a_gap(told: str) -> None:
+    """num_gpu_blocks stood as "None" on pages of vLLM, and as a float "nan" would have been one."""
+    readings = read_once(PAGES["vllm-0.32"](600).replace('num_gpu_blocks="8192"', f'num_gpu_blocks="{told}"'))
+    assert getattr(readings["kv_blocks"], "code", None) == "not_a_number"
+
+
+def test_a_version_is_told_by_its_own_name() -> None:
+    """The names under Ray are vLLM's, and so are the versions that they show: doctor spoke of Ray Serve LLM 0.11.2."""
+    page = found("ray-2.50", "page")
+    assert page.how == "Ray Serve LLM: vLLM 0.11.2 or later, by its names"
+    assert "vLLM's name since 0.9.2" in found("ray-2.50", "kv_usage").note
+
+
+def test_a_model_without_a_name_is_not_called_undefined() -> None:
+    """trtllm-serve to about 1.2 wrote its labels so (aibrix#2004)."""
+    assert played("trtllm-1.1")[0].model is None
+    assert played("trtllm-1.3")[0].model == "m"
+
+
+def test_an_engine_that_the_page_never_told_of_is_blind_and_the_others_are_judged() -> None:
+    """vllm-ascend#10049: three of four engines on the page from the start was a remark, and woke nobody. It costs the
+    fourth's signals, and not the first tokens of all."""
+    windows, reader = Windows(EVERY_S), PageReader("t")
+    for n in range(1, 41):
+        page = "".join(PAGES["vllm-0.32"](n * EVERY_S).replace('engine="0"', f'engine="{i}"') for i in (0, 1, 3))
+        readings = reader.read(page.encode(), "text/plain", T0 + n * EVERY_S)
+        windows.ingest(Batch("engine:t", T0 + n * EVERY_S, 0.0, tuple(readings)))
+    assert reader.facts is not None
+    scene = Scene(windows, T0 + 1200, "node", SLO, {"t": Target("t", reader.facts.engines, SLO)})
+    of = compute(scene, [built_in()[H1], built_in()[H2], built_in()[H5], built_in()["blind"]], {})
+    assert [of[H2, f"t/{i}"].value for i in (0, 1, 3)] == [0.83] * 3
+    assert (of[H1, "t/2"].state, of[H2, "t/2"].why) == ("gap", "engine t/2 is not on the page")
+    assert of[H5, "t"].evidence["n"] == pytest.approx(1800)
+    assert set(of["blind", "t"].evidence["lost"]) == {"queue_age of t/2", "kv_cache_utilization of t/2"}
 
 
 # --- maps -------------------------------------------------------------------------------------------------------------

@@ -470,7 +470,7 @@ def dp(*indices: int, started: float | None = 100.0) -> str:
 
 @pytest.mark.parametrize(
     ("indices", "want"),
-    [((0,), ("t",)), ((0, 1), ("t/0", "t/1")), ((3,), ("t/3",)), ((2, 10), ("t/2", "t/10"))],
+    [((0,), ("t",)), ((0, 1), ("t/0", "t/1")), ((3,), ("t/3",)), ((9, 10), ("t/9", "t/10"))],
 )
 def test_engines_are_called_by_their_index_where_there_are_several(
     indices: tuple[int, ...], want: tuple[str, ...]
@@ -483,14 +483,21 @@ def test_engines_are_called_by_their_index_where_there_are_several(
     assert [value(readings, "running", subject) for subject in want] == [i + 1 for i in indices]
 
 
-def test_an_index_that_was_never_there_is_said() -> None:
+def test_an_index_that_was_never_there_is_missing() -> None:
     """vllm-ascend#10049: the page of four data-parallel engines showed three of them from the start."""
     reader = PageReader("t")
-    read(reader, dp(0, 1, 3))
-    assert "between 0 and 3 this page tells not 2" in found(reader, "page").note
+    readings = read(reader, dp(0, 1, 3))
+    assert facts(reader).engines == ("t/0", "t/1", "t/2", "t/3")
+    assert gap(readings, "running", "t/2").why == "engine t/2 is not on the page"
+    assert gap(readings, "waiting", "t/2").code is Why.MISSING
+    assert "of the engines 0 to 3 this page tells nothing of 2" in found(reader, "page").note
     reader = PageReader("t")
     read(reader, dp(8, 9))  # an external load balancer's second node
-    assert "tells not" not in found(reader, "page").note
+    assert facts(reader).engines == ("t/8", "t/9")
+    assert "tells nothing of" not in found(reader, "page").note
+    reader = PageReader("t")
+    read(reader, dp(0, 4_000_000_000))  # no count of engines: a page must not cost the agent its memory
+    assert len(facts(reader).engines) == 2
 
 
 def test_an_engine_of_several_that_is_gone_is_missing() -> None:

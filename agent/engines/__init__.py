@@ -107,6 +107,7 @@ class EngineMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     breakdowns: tuple[str, ...] = ()  # labels whose series, but for the one without a value, only split that one up
     ranks: tuple[str, ...] = ()  # labels of ranks of one engine: a count is the lowest rank's, a share the largest
     model_label: str | None = None
+    versions_of: str | None = None  # whose versions `since`, `hidden` and `gone` are, where not its own
     copies: tuple[str, ...] = ()  # labels whose series repeat one number
     impostors: tuple[Impostor, ...] = ()
     mute_families: tuple[str, ...] = ()  # all that is left when its statistics are off
@@ -115,6 +116,11 @@ class EngineMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     off_by: str = ""
     dating: Mapping[str, str] = {}  # family -> the version that it came with
     others: Mapping[str, Other] = {}
+
+    @property
+    def versioned(self) -> str:
+        """Whose versions a person is told."""
+        return self.versions_of or self.title
 
 
 class Chosen(NamedTuple):
@@ -278,11 +284,11 @@ def _at_least(engine_map: EngineMap, written: Mapping[str, str]) -> str | None:
 
 
 def _absent(engine_map: EngineMap, quantity: Quantity, written: Mapping[str, str], at_least: str | None) -> Absent:
+    if quantity.names and any(normalise(family) in written for family in quantity.witnesses):
+        return Absent(None, f"{quantity.names[0].name} counts nothing yet")
     if not quantity.names or quantity.conditional:
         means = quantity.absent_means or f"{engine_map.title} does not tell it"
         return Absent(Why.NOT_SUPPORTED, means, quantity.remedy)
-    if any(normalise(family) in written for family in quantity.witnesses):
-        return Absent(None, f"{quantity.names[0].name} counts nothing yet")
     newest = quantity.names[0]
     if any(normalise(family) in written for family in quantity.zero_beside):
         return Absent(None, f"{newest.name} is not on the page and so 0: it appears with its first event", None, True)
@@ -294,7 +300,7 @@ def _absent(engine_map: EngineMap, quantity: Quantity, written: Mapping[str, str
     if newest.gone is not None and len(names) == 1:  # no version has it any more
         return Absent(Why.NOT_SUPPORTED, quantity.absent_means or f"{newest.name} is gone since {newest.gone}")
     if first is not None and not any(_is_of(alias, at_least) for alias in names):
-        means = quantity.absent_means or f"{engine_map.title} tells it since {first}"
+        means = quantity.absent_means or f"{engine_map.versioned} tells it since {first}"
         older = "older" if at_least is None or version_key(at_least) < version_key(first) else "of a version in between"
         return Absent(Why.NOT_SUPPORTED, f"{means}; this page is {older}", quantity.remedy)
     former = [a.name for a in quantity.names[1:] if not a.beside]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import lru_cache, partial
 from itertools import chain, repeat
 from operator import le
@@ -38,7 +38,9 @@ _SAMPLE_OF = partial(tuple.__new__, Sample)  # a third of the time of Sample(...
 LARGEST = 1.7976931348623157e308  # every finite number is at most this
 PERCENT_FROM = 1.5  # a share over this is in percent
 SHARE_TOP = 1.0 + 1e-9  # what rounding may make of 1
+MOST_ENGINES = 256  # that one page may tell of; indices farther apart are names
 RESTART_S = 1.0  # a process start time that moved by more is another process
+NAMELESS = frozenset({None, "", "undefined"})  # a model's label that names none (trtllm-serve to about 1.2)
 SHOWN_FAMILIES = 12  # of a page that is not understood, in words
 
 SlotKey = tuple[str, str, str]  # (name, subject, key), as in Sample
@@ -472,9 +474,11 @@ class PageReader:
         if not indices:  # nothing of any engine on this page
             return before or {"0": f"{self.target}/0" if self.shape else self.target}
         if restarted and not first:
+            indices |= set(_between(indices))
             self.shape = len(indices) > 1
         else:
             indices |= set(self._indices)
+            indices |= set(_between(indices))
             self.shape = len(indices) > 1 or bool(self.shape)
         self._indices = tuple(sorted(indices, key=lambda i: (not i.isdigit(), int(i) if i.isdigit() else 0, i)))
         now = dict(self._subjects())
@@ -499,7 +503,7 @@ class PageReader:
         told = {(name, subject) for name, subject, _ in slots}
         seen = {subject for _, subject in told}
         spoilt = _spoilt(names, bad)
-        keys = defaultdict(list)
+        keys, known = defaultdict(list), {slot[1] for slot in self._expected}
         for name, subject, key in sorted(self._expected - slots):
             keys[name, subject].append(key)
         for name, had in names.quantities.items():
@@ -523,7 +527,7 @@ class PageReader:
                 if name in spoilt:
                     code, why = Why.BAD_LINE, spoilt[name]
                 elif subject != self.target and subject not in seen:
-                    why = f"engine {subject} is gone from the page"
+                    why = f"engine {subject} is {'gone from' if subject in known else 'not on'} the page"
                 for key in gone:
                     yield _Hole((name, subject, key), code, why)
 
@@ -533,7 +537,7 @@ class PageReader:
         """For people: how each quantity was had, or why not and what to do."""
         told = {(name, subject) for name, subject, _ in slots}
         missing = {hole.slot[:2]: hole for hole in holes}
-        found = [self._say_page(names)]
+        found = [self._say_page(names, {subject for _, subject in told})]
         for name, had in names.quantities.items():
             quantity = names.map.quantities[name]
             for subject in self._owners(names, name, subjects):
@@ -547,26 +551,27 @@ class PageReader:
                 elif hole is not None and (name, subject) not in told:
                     found.append(Found(name, subject, None, why=hole.why, remedy=quantity.remedy, code=hole.code))
                 else:
-                    since = f"vLLM's name since {had.alias.since}" if had.alias.since else ""
-                    since = since.replace("vLLM", names.map.title)
+                    since = f"{names.map.versioned}'s name since {had.alias.since}" if had.alias.since else ""
                     empty = "" if (name, subject) in told else "nothing counted yet"
                     parts = (since, had.alias.note, self._moved.get(name, ""), empty)
                     found.append(Found(name, subject, _spelt(had), note="; ".join(part for part in parts if part)))
         model = names.map.model_label
-        models = (s.labels[model] for s in page.series if model is not None and model in s.labels)
+        models = (s.labels[model] for s in page.series if model is not None and s.labels.get(model) not in NAMELESS)
         engines = tuple(subjects.values())
         closed = tuple(sorted(self._closed))
         return EngineFacts(self.target, engines, names.map.kind, next(models, None), names.build, tuple(found), closed)
 
-    def _say_page(self, names: Names) -> Found:
-        version = f"{names.map.title} {names.at_least} or later, by its names" if names.at_least else names.map.title
+    def _say_page(self, names: Names, seen: Set[str]) -> Found:
+        title, whose = names.map.title, names.map.versioned
+        version = f"{whose} {names.at_least} or later, by its names" if names.at_least else whose
+        version = version if whose == title else f"{title}: {version}"
         notes = []
         start = names.quantities.get("process_start")
         if isinstance(start, Absent) and names.map.quantities["process_start"].names:  # else it never has one
             notes.append(start.why)
-        lacking = _between(self._indices)
-        if lacking:
-            notes.append(f"of the engines between {self._indices[0]} and {self._indices[-1]} this page tells not "
+        lacking = [index for index, subject in self._subjects() if subject not in seen]
+        if lacking and len(lacking) < len(self._indices):
+            notes.append(f"of the engines {self._indices[0]} to {self._indices[-1]} this page tells nothing of "
                          + ", ".join(lacking))
         if self._removed:
             notes.append("gone since the last build: " + ", ".join(self._removed))
@@ -579,10 +584,12 @@ def _wanted(kinds: tuple[str, ...]) -> frozenset[str]:
     return spellings(load_map(kind) for kind in kinds)
 
 
-def _between(indices: Sequence[str]) -> list[str]:
+def _between(indices: Iterable[str]) -> list[str]:
     """The indices that a gapless count from the first to the last would have, too."""
-    known = [int(index) for index in indices if index.isdigit()]
-    return [str(i) for i in range(min(known), max(known)) if i not in known] if known else []
+    known = {int(index) for index in indices if index.isdigit()}
+    if not known or max(known) - min(known) > MOST_ENGINES:
+        return []
+    return [str(i) for i in range(min(known), max(known)) if i not in known]
 
 
 def _is_same(plan: _Plan, page: Page, layout: list[tuple[str, Mapping[str, str]]]) -> bool:
@@ -714,13 +721,21 @@ def _from_label(
 ) -> None:
     label = quantity.label or ""
     words = [member.series.labels.get(label, "") for member in members]
-    try:
-        values = [quantity.words[word] if word in quantity.words else float(word) for word in words]
-    except ValueError:
-        why = f"{members[0].series.name}: {label} is {words[0]!r}, not a number"
+    values = [quantity.words[word] if word in quantity.words else _number(word) for word in words]
+    wrong = next((word for word, value in zip(words, values, strict=True) if not 0.0 <= value <= LARGEST), None)
+    if wrong is not None:
+        why = f"{members[0].series.name}: {label} is {wrong!r}, not a number"
         holes.append(_Hole(slot, Why.NOT_A_NUMBER, why))
         return
     fixed.append((slot, max(values) if quantity.merge == "max" else sum(values)))
+
+
+def _number(word: str) -> float:
+    """A label as a number; NaN where it is none."""
+    try:
+        return float(word)
+    except ValueError:
+        return math.nan
 
 
 def _from_values(
