@@ -8,9 +8,7 @@ from __future__ import annotations
 import io
 import os
 import shlex
-import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -483,14 +481,11 @@ def record(
 ) -> None:
     """Record what engines and GPUs tell, for `tocsin backtest`."""
     from agent import record as recorder
-    from agent.progress import Progress
+    from agent.progress import Progress, stop_at_signals
 
     every_s, for_s = seconds("--every", every, least_s=0.1), seconds("--for", span)
     settings = load(chosen(context, config))
-    stop = threading.Event()
-    for wish in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # No exception out of nowhere: it could tear the compressed stream between two bytes.
-        signal.signal(wish, lambda *_: stop.set())
+    stop = stop_at_signals()  # no exception between two bytes of the compressed stream
     try:
         pages = [recorder.page_url(url) for url in urls]
         readers = [recorder.scraper(page, timeout_s=max(5.0, every_s)) for page in pages]
@@ -767,7 +762,7 @@ def canary(
     Worse is a p99 over 1.5 x its service level, over 1 % of errors, or a business number 5 % below the old group's,
     where the numbers prove it. Exit 0 pass, 1 fail (roll back), 3 not proven either way; 130 stopped by Ctrl-C.
     """
-    from agent.progress import Progress
+    from agent.progress import Progress, stop_at_signals
     from agent.release_watch import Plan, Watch, roll_back
     from agent.strict import Unfit
 
@@ -789,9 +784,7 @@ def canary(
         raise Failure(f"tocsin canary: {fault}") from fault
     if set(plan.old) & set(plan.new):
         raise Failure(f"tocsin canary: {min(set(plan.old) & set(plan.new))} is in both groups; an engine is old or new")
-    stop = threading.Event()
-    for wish in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(wish, lambda *_: stop.set())  # no exception out of nowhere: it could tear the way back
+    stop = stop_at_signals()  # no exception in the midst of the way back
     with Progress() as progress:
         answer = Watch(plan).run(stop, progress)
     if answer["verdict"] == "fail":

@@ -6,8 +6,10 @@ that stay is written, so that a log or a pipe has no more than it needs. stdout 
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -125,3 +127,21 @@ def in_order() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def stop_at_signals() -> threading.Event:
+    """An event that SIGINT, SIGTERM and SIGHUP set, where an exception out of nowhere would tear what is being done.
+
+    A thread sets it: a handler runs in the midst of the main thread's own `wait`, whose lock `set` would wait for.
+    """
+    stop = threading.Event()
+    told, tell = os.pipe()
+
+    def relay() -> None:
+        os.read(told, 1)
+        stop.set()
+
+    threading.Thread(target=relay, name="signals", daemon=True).start()
+    for wish in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(wish, lambda *_: os.write(tell, b"."))
+    return stop

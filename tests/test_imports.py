@@ -218,7 +218,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.demo.scheduler": Row(),
     "agent.demo.story": Row("agent agent.client agent.demo.node agent.demo.scenario", "rich time urllib"),
     "agent.demo.users": Row("", WORLD),
-    "agent.progress": Row("agent.words", "rich signal sys time"),
+    "agent.progress": Row("agent.words", "os rich signal sys threading time"),
     "agent.watch": Row(
         "agent.client agent.progress agent.show agent.words", "json os rich select shutil sys termios time tty"
     ),

@@ -79,3 +79,18 @@ def test_elsewhere_it_is_quiet(command: list[str]) -> None:
                           env={**os.environ, "TERM": "xterm"})
     assert json.loads(done.stdout)["verdict"] == "ticket"
     assert re.fullmatch(r"tocsin: no agent answers on \S+; sampling for myself, 1 s\n", done.stderr)
+
+
+def test_a_signal_in_the_midst_of_the_wait_ends_it() -> None:
+    """Ctrl-C came between two lines of Event.wait, whose lock the handler then waited for: nothing ended it."""
+    program = """
+import os, signal
+from agent.progress import stop_at_signals
+stop = stop_at_signals()
+with stop._cond:  # as the main thread holds it for an instant of each wait
+    os.kill(os.getpid(), signal.SIGINT)
+print("stopped" if stop.wait(60.0) else "still there")
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60,
+                          check=True)
+    assert done.stdout == "stopped\n"
