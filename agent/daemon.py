@@ -106,6 +106,7 @@ def real_gpus() -> list[Source]:
     return [nvml, nvml.events, GpuDevices()]
 
 
+Clock = Callable[[], float]
 Gpus = Callable[[], list[Source]]  # real_gpus, but for `tocsin demo`, whose GPUs are simulated
 
 
@@ -209,7 +210,8 @@ def set_up_logging(stream: TextIO) -> None:
         logger_factory=structlog.PrintLoggerFactory(stream), cache_logger_on_first_use=True)
 
 
-def build(config: Config, rules: RuleSet, gpus: Gpus = real_gpus) -> Agent:
+def build(config: Config, rules: RuleSet, gpus: Gpus = real_gpus, clock: Clock = time.time,
+          monotonic: Clock = time.monotonic) -> Agent:
     """The agent with its sources, store and channels, its memory taken back. Raises StoreError."""
     store = Store(config.state_dir / DATABASE)
     learned = store.meta("learned") or {}
@@ -218,8 +220,9 @@ def build(config: Config, rules: RuleSet, gpus: Gpus = real_gpus) -> Agent:
     sources = [*sources_of(config, shapes, learned.get("kernel_log"), gpus=gpus), *discoveries(config, os.environ)]
     if config.discover:  # whose process is whose, only discovery knows
         sources.append(ProbeSource(config.probe.folder))
-    agent = Agent(Node(setup_of(config, rules.rules)), Collector(sources), store,
-                  notes=[*without_function(config), *not_installed(config), *without_api(config), *rules.notes])
+    agent = Agent(Node(setup_of(config, rules.rules)), Collector(sources, clock, monotonic), store,
+                  notes=[*without_function(config), *not_installed(config), *without_api(config), *rules.notes],
+                  clock=clock, monotonic=monotonic)
     if config.discover:
         agent.adopt = lambda found: adopt(config, found, shapes.get(found.name))
     agent.restore()
@@ -228,7 +231,7 @@ def build(config: Config, rules: RuleSet, gpus: Gpus = real_gpus) -> Agent:
     needs = Needs(agent.firing, agent.healthy, config.external_url, agent.incidents, node)
     routes = build_channels(config, needs, names)
     agent.routes = routes
-    agent.outbox = Outbox(store, [route.channel for route in routes], time.time)
+    agent.outbox = Outbox(store, [route.channel for route in routes], clock)
     agent.outbox.give_up_unknown()
     store.set_meta(CHANNELS, names)  # after that: a name that is free may be given anew
     return agent

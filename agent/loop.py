@@ -11,7 +11,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
@@ -148,7 +148,8 @@ class Collector:
                 slot.fresh, slot.reading, slot.answered_at = batch, False, self._monotonic()
                 slot.errors += batch.error is not None
                 late = bool(batch.events) and name not in self._gathering
-                self._answered.notify_all()
+                if not any(self.slots[other].reading for other in self._gathering if other in self.slots):
+                    self._answered.notify_all()  # each wake-up of the tick before that would be for nothing
             if late:
                 self.late_events()
 
@@ -265,7 +266,7 @@ class Agent:
                 notices = self._notices(transitions, now)
                 kept = self.node.incident_records()
                 frames, layouts = self._frames(self.node.windows.unsaved(), self._curves(now))
-                learned = asdict(self.node.learned)
+                learned = msgspec.Raw(msgspec.json.encode(self.node.learned))  # as it is now, under the lock
         except BaseException:
             # What was not handed over must happen again, or its page is lost.
             self.node.book, self.node.incidents = before
@@ -362,7 +363,7 @@ class Agent:
         return frames, layouts
 
     def _save(self, now: float, transitions: Sequence[Transition], notices: Sequence[tuple[str, AlertMessage]],
-              frames: Sequence[FrameRow], layouts: Sequence[LayoutRow], learned: dict[str, Any],
+              frames: Sequence[FrameRow], layouts: Sequence[LayoutRow], learned: msgspec.Raw,
               kept: Sequence[Mapping[str, Any]]) -> None:
         try:
             self.store.commit_tick(now, self.node.book, transitions, notices, frames, layouts, kept)

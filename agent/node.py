@@ -710,12 +710,14 @@ class Node:
                                          before))
         known = {one.message.key for one in found}
         anew = {m.annotations.get("incident") for m in undiverted} - known
-        return found + [one for one in self.incidents_open() if one.message.key in anew]
+        return found + [self._open(incident) for incident in self.incidents.values() if incident.id in anew]
 
     def incidents_open(self) -> list[IncidentMessage]:
         """Every open incident."""
-        return [IncidentMessage("opened", self.incident_message(incident), self._alerts_of(incident, {}))
-                for incident in self.incidents.values()]
+        return [self._open(incident) for incident in self.incidents.values()]
+
+    def _open(self, incident: Incident) -> IncidentMessage:
+        return IncidentMessage("opened", self.incident_message(incident), self._alerts_of(incident, {}))
 
     def _alerts_of(self, incident: Incident, told: Mapping[str, AlertMessage]) -> tuple[AlertMessage, ...]:
         """All that it was ever made of: its alerts that fire, those that were just told, and those that are over.
@@ -845,11 +847,15 @@ class Node:
 
     def annotations(self, alert: Alert) -> dict[str, str]:
         """What may change while an alert fires: its texts and numbers."""
-        signal = self.signals.get((alert.rule, alert.subject))
-        if alert.rule not in self.rules or (signal is None and alert.annotations):
-            # From before a restart: nothing newer is known yet.
+        if self._is_of_before(alert):
             return dict(alert.annotations) | self._role_of((alert.rule, alert.subject))
+        signal = self.signals.get((alert.rule, alert.subject))
         return self._texts(alert, signal, words.span(round(max(0.0, self.scene.now - alert.since))))
+
+    def _is_of_before(self, alert: Alert) -> bool:
+        """Whether it is from before a restart, and nothing newer is known yet."""
+        is_known = (alert.rule, alert.subject) in self.signals
+        return alert.rule not in self.rules or (not is_known and bool(alert.annotations))
 
     def _texts(self, alert: Alert, signal: Signal | None, when: str) -> dict[str, str]:
         rule = self.rules[alert.rule]
@@ -923,9 +929,14 @@ class Node:
         Asked once after each step: it notes what is diverted from now on.
         """
         before = {(rule, subject) for rule, subject in self.learned.diverted}
-        firing = {key: self.message(alert) for key, alert in self.book.alerts.items() if alert.state == "firing"}
-        self.learned.diverted = [list(key) for key, m in firing.items() if ROUTE in m.annotations]
-        return [message for key, message in firing.items() if key in before and ROUTE not in message.annotations]
+        firing = [(key, alert) for key, alert in self.book.alerts.items() if alert.state == "firing"]
+        diverted = {key for key, alert in firing if self._is_diverted(alert)}
+        self.learned.diverted = [list(key) for key, _ in firing if key in diverted]
+        return [self.message(alert) for key, alert in firing if key in before - diverted]
+
+    def _is_diverted(self, alert: Alert) -> bool:
+        """What `annotations` tells as ROUTE, without the texts."""
+        return ROUTE in alert.annotations if self._is_of_before(alert) else self._audience_of(alert) != ""
 
     def _place(self, subject: str) -> tuple[str, str]:
         """A subject for a title and for a text: people know a GPU by its index on a node."""

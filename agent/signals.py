@@ -104,7 +104,10 @@ class Scene:
             return self.targets[subject]
         if subject in self.users:
             return self.users[subject]
-        return next((t for t in self.targets.values() if subject in t.engines), None)
+        if ("engines",) not in self.memo:  # of a name that several have, the first is meant
+            self.memo[("engines",)] = {e: t for t in reversed(tuple(self.targets.values())) for e in t.engines}
+        found: Target | None = self.memo[("engines",)].get(subject)
+        return found
 
     def is_sourced(self, subject: str) -> bool:
         """Whether a subject is a PromQL or JSON source, or a series of one: it belongs to no node."""
@@ -1332,7 +1335,7 @@ def engine_stuck(ask: Ask) -> Signal:
     kv = ask.windows.latest(ask.subject, "kv_usage", ask.now)
     flat_limit_s, queue_limit_s = float(ask.rule.params["flat"]), float(ask.rule.params["queue"])
     told = is_live(ask)
-    vetoed = nobody_is_connected(ask)
+    vetoed = running.value + waiting.value > 0 and nobody_is_connected(ask)
     flat_s = held_s(ask, flat_limit_s, lambda runs, waits: runs + waits > 0, flat=True) if told and not vetoed else 0.0
     routed_s = routed_and_flat_s(ask, flat_limit_s) if told else 0.0
     queue_s = 0.0
@@ -1386,6 +1389,8 @@ def witness_waits(ask: Ask, name: str) -> Signal | None:
 def routed_and_flat_s(ask: Ask, limit_s: float) -> float:
     """Seconds for which a router had requests in flight at this engine while no counter of it moved."""
     assert ask.target is not None  # noqa: S101
+    if not ask.scene.routers:
+        return 0.0
     since = ask.now - 2 * limit_s - 3 * ask.windows.interval_s
     moved_at, restarted_at = progress_at(ask, ask.subject, since), ask.windows.restarted_at(ask.subject, "running")
     floor = max(moved_at or since, restarted_at or since)

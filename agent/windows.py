@@ -76,6 +76,7 @@ class Track:
         self._last: Sequence[float] = ()  # its numbers as they were read
         self._rows: dict[float, tuple[int, float]] = {}  # answers that hold until the next row
         self._watched_since: dict[float, float] = {}
+        self._told: dict[tuple[str, str], frozenset[str]] = {}
 
     def append(self, at: float, keys: tuple[SeriesKey, ...], values: Sequence[float]) -> float:
         """Add one read. Where the clock has stepped back, what is known moves back with it: by how much is returned."""
@@ -144,6 +145,7 @@ class Track:
     def _forget_answers(self) -> None:
         self._rows.clear()
         self._watched_since.clear()
+        self._told.clear()
 
     def shift(self, by_s: float) -> None:
         """Move all that is known in time."""
@@ -209,11 +211,20 @@ class Track:
     def _drop(self, keys: Sequence[SeriesKey]) -> None:
         if keys:
             self._end_alike()
+            self._told.clear()
         for key in keys:
             group = self.groups[key[:2]]
             del self.columns[key], group[key[2]]
             if not group:
                 del self.groups[key[:2]]
+
+    def keys_now(self, group: tuple[str, str]) -> frozenset[str]:
+        """The keys of a (name, subject) that the last row told."""
+        told = self._told.get(group)
+        if told is None:
+            told = self._told[group] = frozenset(
+                key for key, column in self.groups.get(group, {}).items() if not math.isnan(column[-1]))
+        return told
 
     def at_or_before(self, at: float) -> tuple[int, float]:
         """The row at or before `at`, and how far `at` lies into an unwatched gap after it (0 to 1; 0: no such gap)."""
@@ -491,11 +502,10 @@ class Windows:
         track = self.track_of(subject, name)
         return [] if track is None else list(track.groups.get((name, subject), ()))
 
-    def keys_now(self, subject: str, name: str) -> set[str]:
+    def keys_now(self, subject: str, name: str) -> frozenset[str]:
         """The keys that the last read told."""
         track = self.track_of(subject, name)
-        return set() if track is None else {
-            key for key, column in track.groups.get((name, subject), {}).items() if not math.isnan(column[-1])}
+        return frozenset() if track is None else track.keys_now((name, subject))
 
     def latest(self, subject: str, name: str, now: float, key: str = "") -> Sample | Gap:
         """The last number of a gauge, or why there is none."""

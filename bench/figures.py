@@ -73,3 +73,8 @@ def peak_mib(pid: int) -> float:
     """Peak resident size of a process."""
     line = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("VmHWM"))
     return int(line.split()[1]) * 1024 / MIB
+
+
+def own_peak_mib() -> float:
+    """Of this process."""
+    return peak_mib(os.getpid())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from agent.model import Batch, Sample
@@ -14,25 +16,33 @@ LIBRARIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64
 VERSION = r"\d+(?:\.\d+)+"
 
 
-def nvidia_devices(pci: Path) -> list[str]:
-    """PCI addresses of NVIDIA display and compute devices (class 03): not their sound, not NVSwitch."""
-    found = []
-    for device in sorted(pci.glob("*")):
-        try:
-            vendor, kind = ((device / name).read_text().strip().lower() for name in ("vendor", "class"))
-        except OSError:
-            continue
-        if vendor == "0x10de" and kind.startswith("0x03"):
-            found.append(device.name)
-    return found
+def nvidia_devices(pci: Path, known: dict[str, bool] | None = None) -> list[str]:
+    """PCI addresses of NVIDIA display and compute devices (class 03): not their sound, not NVSwitch.
+
+    `known`: address -> whether it is one, of the look before: what a device is the kernel reads once, when it appears.
+    """
+    known = {} if known is None else known
+    names = _names(pci)
+    for gone in known.keys() - set(names):
+        del known[gone]
+    for name in names:
+        if name not in known:
+            with suppress(OSError):
+                vendor, kind = ((pci / name / what).read_text().strip().lower() for what in ("vendor", "class"))
+                known[name] = vendor == "0x10de" and kind.startswith("0x03")
+    return sorted(name for name in names if known.get(name))
 
 
 def count(folder: Path, name: str) -> int:
     """Entries of a folder whose name is as `name` says; 0 where there is no such folder."""
+    return len(list(filter(re.compile(name).fullmatch, _names(folder))))
+
+
+def _names(folder: Path) -> list[str]:
     try:
-        return sum(re.fullmatch(name, entry.name) is not None for entry in folder.iterdir())
+        return os.listdir(folder)  # noqa: PTH208  (a Path for each of hundreds costs more than all else here)
     except OSError:
-        return 0
+        return []
 
 
 def module_version(root: Path) -> str | None:
@@ -48,8 +58,11 @@ def module_version(root: Path) -> str | None:
 def library_version(root: Path) -> str | None:
     """The version of the driver's library on disk, by the name of the file behind it; None where it is not found."""
     for folder in LIBRARIES:
+        path = root / folder / "libnvidia-ml.so.1"
+        if not os.path.exists(path):  # noqa: PTH110  (one call, where resolving asks for each folder)
+            continue
         try:
-            name = (root / folder / "libnvidia-ml.so.1").resolve(strict=True).name
+            name = path.resolve(strict=True).name
         except (OSError, RuntimeError):
             continue
         told = re.fullmatch(rf"libnvidia-ml\.so\.({VERSION})", name)
@@ -66,12 +79,13 @@ class GpuDevices:
         """`root`: where /sys, /proc and /dev are."""
         self.note = "PCI, /proc/driver/nvidia, /dev"
         self._root = root
+        self._pci: dict[str, bool] = {}
 
     def read(self, now: float) -> Batch:
         """Count. A few files, no driver call."""
         began = time.monotonic()
         counts = {
-            "gpus_pci": len(nvidia_devices(self._root / "sys/bus/pci/devices")),
+            "gpus_pci": len(nvidia_devices(self._root / "sys/bus/pci/devices", self._pci)),
             "gpus_proc": count(self._root / "proc/driver/nvidia/gpus", r".+"),
             "gpus_dev": count(self._root / "dev", r"nvidia\d+"),
         }
