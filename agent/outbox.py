@@ -278,8 +278,9 @@ class Worker:
 
     def _pulse(self) -> float:
         now = self._clock()
-        heads = [notice.message for at, notice in self._due() if at < math.inf]
-        held = [message for message in heads if message.status == "resolved"]
+        heads = [notice for at, notice in self._due() if at < math.inf]
+        # One that was tried may have arrived: to tell its firing again would open it anew.
+        held = [one.message for one in heads if one.message.status == "resolved" and not one.tries]
         outcome = self._try(lambda: self.channel.pulse(now, held))
         if isinstance(outcome, float | int):
             if self._pulse_failing_since is not None:

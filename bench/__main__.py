@@ -17,7 +17,10 @@ from bench.figures import LINE
 
 ROOT = Path(__file__).parents[1]
 # In the order in which they are run: a name is a module of this folder.
-BENCHES = ("parse", "cost", "growth", "hardware", "page", "probe_cost")
+BENCHES = (
+    "parse", "cost", "growth", "hardware", "page", "probe_cost",
+    "torture",
+)
 
 
 def measure(name: str, *, short: bool) -> tuple[list[str], str | None]:

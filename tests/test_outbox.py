@@ -189,6 +189,24 @@ def test_a_resolve_is_held_until_its_firing_was_seen(store: Store) -> None:
     assert tape.held == []
 
 
+def test_a_resolve_that_was_tried_is_no_longer_told_as_firing(store: Store) -> None:
+    """Alertmanager took the resolve and its answer was lost: a resend of the firing would open the alert anew."""
+    clock = Clock()
+    tape = Tape(clock, min_visible_s=60.0)
+    worker = worker_of(store, tape, clock)
+    owe(store, 1000.0, message("a"))
+    worker.step()
+    owe(store, 1001.0, message("a", "resolved"))
+    worker.step()
+    assert tape.held == ["a"]
+    tape.faults = [TryLater("no answer within 10 s")]
+    clock.now = 1060.0
+    worker.step()
+    assert tape.calls == [["a"], ["a"]]
+    worker._pulse()
+    assert tape.held == []
+
+
 def test_the_hold_survives_a_restart_and_counts_from_acceptance(store: Store) -> None:
     """Alertmanager was down when the alert fired and resolved, and the agent was restarted meanwhile."""
     clock = Clock()

@@ -77,7 +77,7 @@ class Channel:
     def pulse(self, now: float, held: Sequence[AlertMessage]) -> float:  # noqa: ARG002
         """Do what is due without a notice (a resend, a heartbeat); returns when to be called next.
 
-        `held` are the resolves still owed whose firing was delivered. Raises as `send`; then it is called again after
+        `held` are the resolves still owed and never tried. Raises as `send`; then it is called again after
         a pause.
         """
         return math.inf
