@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from tests.agent_process import AgentProcess
+from agent import client
+from tests.agent_process import ROOT, AgentProcess
+from tests.drills.stand_ins import tmpfs, wait_for
 from tests.engine_pages import GOLDEN
 from tests.fake_nvml.build import build
 from tests.fake_nvml.reader import write_scenario
@@ -44,23 +50,20 @@ class Node:
 
     def __init__(self, folder: Path) -> None:
         scenario = folder / "gpus.json"
-        write_scenario(scenario, gpus(16, gpu3={"temperature": 91}))
+        write_scenario(scenario, gpus(16, gpu3={"temperature": 97, "margin": -10}))
         self.engines = [PageServer(vllm(0.4, model)) for model in (RIGHT_TO_LEFT, HOSTILE, LONG)]
         names = (HOSTILE, LONG[:200], "שלום")  # a configured name has at most 200 characters, a model any
         listed = [{"name": name, "url": engine.url, "gpus": [n]}
                   for n, (name, engine) in enumerate(zip(names, self.engines, strict=True))]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"  # the same when it is killed and started again
         config = {"node": "gpu-17", "poll": "1s", "engines": listed, "web": {"token_env": "PAGE_TOKEN"},
-                  "rules": {"override": {"kv-cache-utilization": {"for": "1s", "keep": "1s"}}},
-                  "listen": "127.0.0.1:0"}
+                  "rules": {"override": {"kv-cache-utilization": {"for": "1s", "keep": "1s"},
+                                         "gpu-thermal-limit": {"for": "1s"}}},
+                  "listen": self.url.removeprefix("http://")}
         env = {"LD_LIBRARY_PATH": str(build()), "TOCSIN_FAKE_NVML": str(scenario), "PAGE_TOKEN": TOKEN}
         self.agent = AgentProcess(folder / "agent", config, env)
         self.agent.start()
-
-    @property
-    def url(self) -> str:
-        """Where the page is, as the agent's log says."""
-        told = (json.loads(line) for line in self.agent.log.read_text().splitlines() if line.startswith("{"))
-        return next(f"http://{one['listen']}" for one in told if one.get("event") == "started")
 
     def fill(self, kv: float) -> None:
         """So full is the first engine's KV cache."""
@@ -96,24 +99,37 @@ def browser() -> Iterator[Browser]:
 class Seen:
     """A tab, and what went wrong in it: errors on its console, requests to anybody else."""
 
-    def __init__(self, browser: Browser, node: Node, width: int = 1440) -> None:
-        self.page: Page = browser.new_page(viewport={"width": width, "height": 900})
+    def __init__(self, browser: Browser, url: str, width: int = 1440,
+                 scheme: Literal["light", "dark"] = "light") -> None:
+        self.page: Page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         self.page.set_default_timeout(WITHIN_MS)
         self.errors: list[str] = []
         self.foreign: list[str] = []
-        self.node = node
+        self.url = url
         self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", self._asked)
 
     def _asked(self, request: Any) -> None:
-        if not request.url.startswith(self.node.url):
+        if not request.url.startswith(self.url):
             self.foreign.append(request.url)
 
     def open(self, path: str) -> Page:
         """Go to a view."""
-        self.page.goto(self.node.url + path)
+        self.page.goto(self.url + path)
         return self.page
+
+    def looked_at(self, what: str) -> None:
+        """axe-core finds nothing that a screen reader, or weak eyes, cannot use; and it is no wider than the window."""
+        from axe_playwright_python.sync_playwright import Axe
+
+        size = self.page.viewport_size
+        assert size is not None
+        wide = self.page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= size["width"], f"{what} is {wide} px wide on {size['width']}"
+        found = Axe().run(self.page).response["violations"]
+        bad = [(v["id"], v["nodes"][0]["html"][:200]) for v in found if v["impact"] in SERIOUS]
+        assert bad == [], f"{what} at {size['width']} px"
 
     def close(self) -> None:
         """Nothing went wrong."""
@@ -122,32 +138,45 @@ class Seen:
         assert self.foreign == []
 
 
-VIEWS = ("/", "/engines", "/gpus", "/alerts", "/silences", "/drills", "/runbooks", "/runbooks/queue-age", "/rules",
-         "/numbers/H2", "/signals/gpu-temperature/GPU-fa4e0000-0000-4000-8000-000000000003")  # fmt: skip
+VIEWS = ("/", "/engines", "/gpus", "/alerts", "/incidents", "/incidents/last", "/silences", "/drills", "/runbooks",
+         "/runbooks/queue-age", "/rules", "/numbers/H2",
+         "/signals/gpu-temperature/GPU-fa4e0000-0000-4000-8000-000000000003")  # fmt: skip
+IN_THE_DARK = ("/", "/incidents/last", "/silences", "/runbooks/queue-age")  # what is drawn in a colour of its own
 
 
 @pytest.mark.heavy
 def test_each_view_in_both_widths(node: Node, browser: Browser) -> None:
     """At 390 px a table ran out of the phone at night; axe-core finds what a screen reader cannot use."""
-    from axe_playwright_python.sync_playwright import Axe
-
-    for width in (1440, 390):
-        seen = Seen(browser, node, width)
-        for path in VIEWS:
+    wait_for(lambda: node.agent.ask("/incidents") != [], 60.0)  # of GPU 3, which is too hot
+    for width, scheme, views in ((1440, "light", VIEWS), (390, "light", VIEWS), (390, "dark", IN_THE_DARK)):
+        seen = Seen(browser, node.url, width, "dark" if scheme == "dark" else "light")
+        for path in views:
             page = seen.open(path)
             page.wait_for_selector("h1", state="attached")
-            wide = page.evaluate("document.documentElement.scrollWidth")
-            assert wide <= width, f"{path} is {wide} px wide on {width}"
-            found = Axe().run(page).response["violations"]
-            bad = [(v["id"], v["nodes"][0]["html"][:200]) for v in found if v["impact"] in SERIOUS]
-            assert bad == [], f"{path} at {width} px"
+            seen.looked_at(f"{path}, {scheme},")
         seen.close()
+
+
+@pytest.mark.heavy
+def test_a_table_on_a_phone_is_heard_as_one(node: Node, browser: Browser) -> None:
+    """Its rows are drawn as cards, and Chromium told the screen reader of no table, no row and no cell."""
+    seen = Seen(browser, node.url, 390)
+    page = seen.open("/numbers/H2")
+    tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
+    roles = [one["role"]["value"] for one in tree if not one["ignored"]]
+    assert [roles.count(role) for role in ("table", "rowheader", "columnheader")] == [1, 3, 7]
+    assert roles.count("row") == 4
+    assert sum(roles.count(role) for role in ("cell", "gridcell")) == 3 * 6
+    names = [one["name"]["value"] for one in tree if one["role"]["value"] == "image"]
+    assert any(re.fullmatch(r"KV cache utilization, the last hour: 40 % throughout, limit 85 %", name)
+               for name in names), names
+    seen.close()
 
 
 @pytest.mark.heavy
 def test_a_breach_comes_and_goes_without_a_reload(node: Node, browser: Browser) -> None:
     """The engineer watches: OK, BREACH, OK, in one tab that was never loaded again."""
-    seen = Seen(browser, node)
+    seen = Seen(browser, node.url)
     page = seen.open("/")
     page.evaluate("window.never = 'reloaded'")
     row = page.locator("tr", has=page.locator(".number", has_text="H2"))
@@ -156,6 +185,7 @@ def test_a_breach_comes_and_goes_without_a_reload(node: Node, browser: Browser) 
     row.locator(".state.breach").wait_for()
     assert "97 %" in row.inner_text()
     assert "HEALTHY" not in page.title()
+    seen.looked_at("the node after a live change")
     node.fill(0.4)
     row.locator(".state.ok").wait_for()
     assert page.evaluate("window.never") == "reloaded"
@@ -165,7 +195,7 @@ def test_a_breach_comes_and_goes_without_a_reload(node: Node, browser: Browser) 
 @pytest.mark.heavy
 def test_hostile_names_are_text(node: Node, browser: Browser) -> None:
     """A name that is a script, one of 300 characters, one that turns the line around."""
-    seen = Seen(browser, node, 390)
+    seen = Seen(browser, node.url, 390)
     page = seen.open("/engines")
     text = page.locator("main").inner_text()
     for name in (HOSTILE, LONG, RIGHT_TO_LEFT):
@@ -178,32 +208,121 @@ def test_hostile_names_are_text(node: Node, browser: Browser) -> None:
 
 @pytest.mark.heavy
 def test_a_silence_by_keyboard_with_and_without_the_token(node: Node, browser: Browser) -> None:
-    """Whoever has the token mutes the hot GPU without touching the mouse; whoever has not is told so."""
-    seen = Seen(browser, node)
-    for token, told in ((TOKEN, "Silenced"), ("guess", "Not silenced")):  # after a guess none is taken for a second
+    """Whoever has the token mutes the hot GPU, and ends it, without touching the mouse; whoever has not is told so."""
+    seen = Seen(browser, node.url)
+
+    def silence(token: str) -> Page:
         page = seen.open("/silences?rule=gpu-temperature&subject=GPU-fa4e0000-0000-4000-8000-000000000003")
         page.get_by_label("Why").focus()
-        page.keyboard.type("the fan is on its way")
-        page.keyboard.press("Tab")
-        page.keyboard.type("eve")
-        page.keyboard.press("Tab")
-        page.keyboard.type(token)
-        page.keyboard.press("Enter")
-        page.get_by_role("heading", name=told, exact=True).wait_for()
-    assert "the fan is on its way" in seen.open("/silences").locator("main").inner_text()
+        for text in ("the fan is on its way", "eve", token):
+            page.keyboard.type(text)
+            page.keyboard.press("Tab")
+        page.keyboard.press("Enter")  # the button
+        return page
+
+    silence(TOKEN).get_by_role("heading", name="Silenced", exact=True).wait_for()
+    page = seen.open("/silences")
+    assert "the fan is on its way" in page.locator("main").inner_text()
+    page.get_by_text("End it before its time").focus()
+    for key in ("Enter", "Tab", "bob", "Tab", TOKEN, "Enter"):
+        (page.keyboard.press if key in ("Enter", "Tab") else page.keyboard.type)(key)
+    page.get_by_role("heading", name="Ended", exact=True).wait_for()
+    page = silence("guess")  # last: after a guess none is taken for a second
+    page.get_by_role("alert").get_by_role("heading", name="Not silenced", exact=True).wait_for()
+    assert page.get_by_label("Why").input_value() == "the fan is on its way"
+    assert page.get_by_label("Token").first.input_value() == ""
+    seen.looked_at("a refusal")
     seen.errors = [text for text in seen.errors if "403" not in text]  # Chromium logs the refusal that was asked for
     seen.close()
 
 
 @pytest.mark.heavy
-def test_an_agent_that_is_gone_is_seen(node: Node, browser: Browser) -> None:
-    """It was killed; the tab went on showing HEALTHY for an hour."""
-    seen = Seen(browser, node)
+def test_an_agent_that_is_killed_is_seen_and_its_return_too(node: Node, browser: Browser) -> None:
+    """It was killed; the tab went on showing its last verdict for an hour."""
+    seen = Seen(browser, node.url)
     page = seen.open("/")
     page.locator(".verdict").wait_for()
-    page.route("**/*part=1", lambda route: route.abort())
+    page.evaluate("window.never = 'reloaded'")
+    node.agent.kill()
+    lost = page.get_by_role("alert")
     page.locator("#lost", has_text="No answer from the agent since").wait_for()
-    page.unroute("**/*part=1")
+    assert re.search(r"since \d+:\d\d:\d\d.*: what stands below is old", lost.inner_text())
+    assert page.evaluate("getComputedStyle(document.querySelector('main')).opacity") == "0.55"
+    node.agent.start()
     page.locator("#lost").wait_for(state="hidden")
+    assert page.evaluate("getComputedStyle(document.querySelector('main')).opacity") == "1"
+    assert page.evaluate("window.never") == "reloaded"
     seen.page.close()
     assert seen.foreign == []
+
+
+# --- drills ----------------------------------------------------------------------------------------------------------
+
+
+class Drilled:
+    """A node whose drilld could fill a disk of 32 MiB, after five minutes of baseline."""
+
+    def __init__(self, folder: Path, disk: Path, stack: ExitStack) -> None:
+        engines = [stack.enter_context(PageServer(vllm(0.4))) for _ in range(2)]
+        drill = {"name": "full", "fault": "disk-full", "target": {"path": str(disk)}, "params": {"leave": "4MiB"},
+                 "baseline": "300s", "for": "60s", "recovery": "60s",
+                 "holds": dict.fromkeys(("goodput", "ttft_p99", "itl_p99", "error_ratio"))}
+        config = {"node": "gpu-17", "poll": "1s", "nvml": "off", "web": {"token_env": "PAGE_TOKEN"}, "drills": [drill],
+                  "engines": [{"name": f"e{n}", "url": engine.url} for n, engine in enumerate(engines)],
+                  "drill_guards": {"lever_file": str(folder / "NO-DRILLS")}}
+        self.agent = stack.enter_context(AgentProcess(folder / "agent", config, {"PAGE_TOKEN": TOKEN}))
+        self.socket = self.agent.socket.with_name("drilld.sock")
+        log = stack.enter_context((folder / "drilld.log").open("wb"))
+        self.drilld = subprocess.Popen([sys.executable, "-m", "drills.daemon", "--config", str(self.agent.path)],
+                                       cwd=ROOT, stdout=log, stderr=log)
+        stack.callback(self.drilld.wait)
+        stack.callback(self.drilld.terminate)
+        wait_for(self.answers)
+
+    def answers(self) -> bool:
+        """Whether drilld does."""
+        try:
+            return bool(client.ask(self.socket, "/drills"))
+        except (client.NotRunning, client.AgentError):
+            return False
+
+    def state(self, run: str) -> str:
+        """Of a run."""
+        return str(client.ask(self.socket, f"/runs/{run}")["state"])
+
+    @property
+    def url(self) -> str:
+        """Where the page is, as the agent's log says."""
+        told = (json.loads(line) for line in self.agent.log.read_text().splitlines() if line.startswith("{"))
+        return next(f"http://{one['listen']}" for one in told if one.get("event") == "started")
+
+
+@pytest.mark.heavy
+def test_a_drill_is_aborted_with_the_token_and_its_report_opens(browser: Browser, tmp_path: Path) -> None:
+    """A drill at the wrong moment, and a phone: whoever has the token ends it, and reads what it was."""
+    with ExitStack() as stack:
+        drilled = Drilled(tmp_path, stack.enter_context(tmpfs(tmp_path / "disk", "32m")), stack)
+        run = client.ask(drilled.socket, "/run", "POST", {"name": "full", "accept_unknown_budget": True})["run"]
+        wait_for(lambda: drilled.state(run) == "BASELINE")
+        seen = Seen(browser, drilled.url, 390)
+        for token, told in (("guess", "Not aborted"), (TOKEN, "Aborted")):
+            page = seen.open("/drills")
+            page.get_by_text(f"Under way: {run}").wait_for()
+            seen.looked_at("/drills with a drill under way")
+            while True:  # after a guess no token is taken for a second
+                page.get_by_label("Token").fill(token)
+                with page.expect_navigation():
+                    page.keyboard.press("Enter")
+                if "a moment ago" not in page.inner_text("main"):
+                    break
+                page.go_back()
+            assert page.locator("h1").inner_text() == told
+            assert token == TOKEN or drilled.state(run) == "BASELINE"
+        wait_for(lambda: drilled.state(run) == "REPORTED")
+        page.get_by_role("link", name="Back").click()
+        page.locator("tr", has_text="ABORTED").get_by_role("link", name=run).click()
+        page.get_by_role("heading", name=re.compile("ABORTED")).wait_for()
+        assert "aborted by the page's token" in page.locator("body").inner_text()
+        seen.looked_at("a drill's report")
+        seen.errors = [text for text in seen.errors if "403" not in text]
+        seen.close()
