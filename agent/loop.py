@@ -449,6 +449,11 @@ class Agent:
             answer["verdict"] = "unknown" if answer["verdict"] == "healthy" else answer["verdict"]
         return answer
 
+    def scaling(self) -> list[dict[str, Any]]:
+        """Advice on each replica, as of the last look."""
+        with self._lock:
+            return self.node.scaling_rows()
+
     def gpus(self) -> dict[str, Any]:
         """A verdict on each GPU, as of the last tick; where that is too long ago, nothing is still healthy."""
         alive, tick = self.livez(self._clock())

@@ -13,7 +13,7 @@ from math import isnan
 from typing import Any
 from urllib.parse import quote
 
-from agent import binds, incidents, page, records, spark, words
+from agent import binds, incidents, page, records, scaling, spark, words
 from agent import evaluate as machine
 from agent import signals as catalogue
 from agent import silences as mutes
@@ -112,6 +112,7 @@ class Learned:
     nvlinks: dict[str, int] = field(default_factory=dict)  # uuid -> bit mask of links that were up in this boot
     gpu_state: dict[str, dict[str, float]] = field(default_factory=dict)  # uuid -> what it told of its state, when
     marks: dict[str, dict[str, Any]] = field(default_factory=dict)  # engine -> what binds it since when, a binds.Mark
+    scaling: dict[str, dict[str, Any]] = field(default_factory=dict)  # target -> a scaling.Advice
     sourced: dict[str, dict[str, float]] = field(default_factory=dict)  # PromQL or JSON source -> subject -> when told
 
 
@@ -154,6 +155,8 @@ class Node:
         self.bounds: dict[str, binds.Bound] = {}  # engine -> what binds it, as of the last step
         self.marks: dict[str, binds.Mark] = {}
         self.newly_bound: list[str] = []  # engines that the last step found bound by something else than before
+        self.scaling: dict[str, scaling.Advice] = {}  # target -> whether another replica is needed
+        self._scaled_at: float | None = None  # when that was last looked at
 
     # --- learning ---------------------------------------------------------------------------------------------------
 
@@ -164,6 +167,7 @@ class Node:
         self.incidents = {name: incidents.from_plain(told) for name, told in self.learned.incidents.items()}
         self.history = History.restored(self.learned.hardware)
         self.marks = {engine: binds.Mark(**told) for engine, told in self.learned.marks.items()}
+        self.scaling = {target: scaling.from_plain(told) for target, told in self.learned.scaling.items()}
         configured = {target.name for target in self.setup.targets} | self.learned.found.keys()
         for name in [n for n in self.learned.targets if n not in configured]:
             del self.learned.targets[name]
@@ -578,6 +582,7 @@ class Node:
         book, transitions = machine.evaluate(self.book, rules, self.signals, now, dt_s, poll_s=self.setup.poll_s,
                                              limit_of=self.limit_of, severity_of=self.severity_of)
         self._bind(now)
+        self._scale(now)
         self._trend(now)
         alerts = dict(book.alerts)
         named = []
@@ -622,6 +627,25 @@ class Node:
         self.marks = {engine: binds.mark(before.get(engine), bound.by, now) for engine, bound in self.bounds.items()}
         self.newly_bound = [e for e, mark in self.marks.items() if e in before and mark.by != before[e].by]
         self.learned.marks = {engine: asdict(mark) for engine, mark in self.marks.items()}
+
+    def _scale(self, now: float) -> None:
+        """Whether a replica more is needed, or one fewer; not at each step: a start takes minutes."""
+        if self.setup.clip_windows or 0.0 <= now - (self._scaled_at or 0.0) < scaling.LOOK_EVERY_S:
+            return
+        self._scaled_at = now
+        advised = {}
+        for target in self.scene.targets.values():
+            up, process = scaling.start_of(self.scene, target)
+            known = scaling.met(self.scaling.get(target.name, scaling.Advice()), process, now, up=up)
+            advised[target.name] = scaling.look(known, scaling.watch(self.scene, target, self.signals), now) \
+                if up else known
+        self.scaling = advised
+        self.learned.scaling = {name: scaling.to_plain(one) for name, one in advised.items()}
+
+    def scaling_rows(self) -> list[dict[str, Any]]:
+        """Advice on each replica that was looked at lately."""
+        return [scaling.row(name, one) for name, one in self.scaling.items()
+                if 0.0 <= self.scene.now - one.at <= scaling.LOST_S]
 
     def _group(self, now: float) -> None:
         """Which alert is of which incident from now on."""
@@ -995,7 +1019,7 @@ class Node:
         """The contract of `tocsin check --json`; the last step was `since_s` ago."""
         rows = [self._row(key, signal, since_s) for key, signal in self.signals.items()]
         return {"verdict": verdict(rows), "why": None, "node": self.setup.node, "at": self.scene.now, "signals": rows,
-                "binds": self.bound_rows(), "silences": self.silences_now(), "expected": self.expected()}
+                "binds": self.bound_rows(), "scaling": self.scaling_rows(), "silences": self.silences_now(), "expected": self.expected()}
 
     def facts_told(self, target: Target, span_s: float = LONGEST_S) -> dict[str, Facts]:
         """What each engine of a target tells of itself, for the checklists."""

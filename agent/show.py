@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, TextIO
 
-from agent.words import LOUD, beside, binds_lines, clean, loudest_first, place, quantity, root_of, span, verdict_line
+from agent.words import LOUD, beside, binds_lines, clean, loudest_first, place, quantity, scaling_lines, root_of, span, verdict_line
 
 Answer = Mapping[str, Any]
 NOTHING = "–"
@@ -150,6 +150,7 @@ def check_report(answer: Answer, *, show_all: bool) -> Report:
     looked = answer.get("looked_for") or ()
     report += [f"Looked for {clean(what)}" for what in looked]
     report += binds_lines(answer.get("binds") or (), answer.get("at"))
+    report += scaling_lines(answer.get("scaling") or ())
     report += [f"Silenced: {clean(one['text'])}" for one in answer.get("silences") or ()]
     report += [clean(f"Expected until {moment(one['until'])} by the drill {one['drill']}: {', '.join(one['rules'])}")
                for one in answer.get("expected") or () if one["rules"]]

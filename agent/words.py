@@ -279,3 +279,18 @@ def binds_lines(rows: Sequence[Row], at: float | None) -> list[str]:
         line += f" Would not help: {row['no_help']}." if row.get("no_help") else ""
         lines.append(clean(line))
     return lines
+
+
+def scaling_lines(rows: Sequence[Row]) -> list[str]:
+    """Who needs a replica more or can spare one, by which number, and how soon a new one helps."""
+    said = []
+    for row in rows:
+        if not (row["out"] or row["in"]):
+            continue
+        wish = "one replica more" if row["out"] else "one replica fewer"
+        by = "the slowest start seen" if row["starts_seen"] else "assumed, no start was seen"
+        helps = f" A new one helps after {span(row['startup_s'])} ({by})." if row["out"] else ""
+        pool = f" For its highest spike {row['warm_pool']} more must stand ready." if row["out"] and row["warm_pool"] \
+            else ""
+        said.append(clean(f"Advice for {row['subject']}: {wish}: {row['why']}.{helps}{pool}"))
+    return said

@@ -63,12 +63,13 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.spark": Row("agent.model"),
     "agent.page": Row("agent.binds agent.facts agent.model agent.words", "shlex"),
     "agent.binds": Row("agent.model agent.signals agent.words"),
+    "agent.scaling": Row("agent.model agent.signals agent.stats agent.words"),
     "agent.silences": Row("", "fnmatch"),
     "agent.noise": Row(),
     "agent.node": Row(
         "agent agent.binds agent.evaluate agent.facts agent.hardware agent.hardware.history agent.hardware.signals"
         " agent.hardware.table agent.hardware.verdict agent.impact agent.incidents agent.model agent.page agent.records"
-        " agent.signals agent.silences agent.spark agent.windows agent.words"
+        " agent.scaling agent.signals agent.silences agent.spark agent.windows agent.words"
     ),
     "agent.engines": Row("agent.model", "importlib msgspec yaml"),  # its maps, read from the package
     "agent.engines.trtllm_json": Row("agent.exposition agent.model", "msgspec"),

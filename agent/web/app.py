@@ -41,6 +41,9 @@ class View(Protocol):
     def gpus(self) -> dict[str, Any]:
         """A verdict on each GPU: {"verdict", "node", "why", "gpus": […], "node_findings": […]}."""
 
+    def scaling(self) -> list[dict[str, Any]]:
+        """Advice on each replica: {"subject", "out", "in", "why", "startup_s", "warm_pool", …}."""
+
     def alerts(self, include_resolved: bool) -> list[dict[str, Any]]:
         """The contract's `alerts`, newest first."""
 

@@ -45,6 +45,7 @@ class Measured(Protocol):
 
     def signals(self) -> list[Signal]: ...
     def gpus(self) -> dict[str, Any]: ...
+    def scaling(self) -> list[dict[str, Any]]: ...
     def book(self) -> Book: ...
     def tick_at(self) -> float | None: ...
     def source_stats(self) -> Iterable[SourceStat]: ...
@@ -126,6 +127,24 @@ def _gpu_families(report: Mapping[str, Any]) -> Iterator[Metric]:
     yield finding
 
 
+# key of a row of `check`'s scaling -> metric, and what it says
+SCALING: Mapping[str, tuple[str, str]] = {
+    "out": ("tocsin_scale_out", "1 while one replica more is advised, by queue age, TTFT or free KV slots"),
+    "in": ("tocsin_scale_in", "1 while one replica fewer is advised: a short queue for ten minutes"),
+    "startup_s": ("tocsin_scale_startup_seconds", "Slowest start seen of late, from process to first page; else 300"),
+    "warm_pool": ("tocsin_scale_warm_pool_replicas", "Replicas that must stand ready for the highest spike of a day"),
+}
+
+
+def _scaling_families(rows: list[dict[str, Any]]) -> Iterator[Metric]:
+    for key, (name, help_) in SCALING.items():
+        family = GaugeMetricFamily(name, help_, labels=["subject", "engine"])
+        for row in rows:
+            if row[key] is not None:
+                family.add_metric([row["subject"], row["subject"]], float(row[key]))
+        yield family
+
+
 def _own_families(view: Measured) -> Iterator[Metric]:
     took = GaugeMetricFamily("tocsin_source_duration_seconds", "Time the last read of a source took", labels=["source"])
     errors = CounterMetricFamily("tocsin_source_errors", "Reads of a source that failed as a whole", labels=["source"])
@@ -160,6 +179,7 @@ class AgentCollector(Collector):
         yield from _gap_families(signals, self._clock())
         yield _alert_family(self._view.book())
         yield from _gpu_families(self._view.gpus())
+        yield from _scaling_families(self._view.scaling())
         yield from _own_families(self._view)
 
 

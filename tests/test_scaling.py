@@ -1,0 +1,188 @@
+"""Advice on scaling: the seed's hysteresis as stories with a time column, and a load of any form that must not flap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent import scaling
+from agent.model import Batch
+from agent.node import Node
+from agent.scaling import Advice, Seen, asking, from_plain, look, met, to_plain
+from agent.words import scaling_lines
+from tests.scenes import T0, hist, samples
+from tests.test_node import node, restarted
+
+LOOK_S = scaling.LOOK_EVERY_S
+
+
+def play(ages_s: Iterable[float | None], known: Advice | None = None, at: float = T0, every_s: float = LOOK_S,
+         ) -> list[tuple[float, Advice]]:
+    """A queue's age at each look -> the advice after it, with the second of the story."""
+    advice, told = known or Advice(), []
+    for n, age_s in enumerate(ages_s):
+        advice = look(advice, Seen(age_s), at + n * every_s)
+        told.append((n * every_s, advice))
+    return told
+
+
+def changes(told: Sequence[tuple[float, Advice]]) -> list[tuple[float, str]]:
+    """When "out", "in" and nothing began to be advised."""
+    said = [(at, "out" if one.out else "in" if one.into else "") for at, one in told]
+    return [(at, now) for (at, now), before in zip(said, ["", *(word for _, word in said)], strict=False)
+            if now != before]
+
+
+@pytest.mark.parametrize(("story", "ages_s", "want"), [
+    ("two looks over 2 s are a spike", [0.0, 2.5, 2.5, 0.1], []),
+    ("three in a row are a lack of capacity", [0.0, 2.1, 2.1, 2.1], [(45, "out")]),
+    ("2 s is not over 2 s", [2.0] * 9, []),
+    ("between 0.5 and 2 s is where it should be", [0.7] * 90, []),
+    ("short for ten minutes", [0.1] * 42, [(600, "in")]),
+    ("0.5 s is not under 0.5 s", [0.5] * 90, []),
+    ("one longer wait begins the ten minutes anew", [0.1] * 30 + [0.6] + [0.1] * 42, [(31 * 15 + 600, "in")]),
+    ("no number neither asks nor lets go", [2.5, 2.5, None, 2.5], [(45, "out")]),
+    ("said for a minute at least, then taken back", [2.5] * 3 + [0.1] * 10, [(30, "out"), (90, "")]),
+    ("no in within ten minutes of an out", [2.5] * 3 + [0.1] * 60, [(30, "out"), (90, ""), (675, "in")]),
+    ("an in is taken back at once", [0.1] * 41 + [0.6] + [0.1] * 3, [(600, "in"), (615, "")]),
+    ("who has just said in waits for a start before it says out", [0.1] * 41 + [9.0] * 25,
+     [(600, "in"), (615, ""), (900, "out")]),
+])
+def test_what_is_advised_when(story: str, ages_s: list[float | None], want: list[tuple[float, str]]) -> None:
+    """Checklist 9, step 4: out over 2 s several looks in a row, in under 0.5 s for ten minutes."""
+    assert changes(play(ages_s)) == want, story
+
+
+@pytest.mark.parametrize(("story", "seen", "why"), [
+    ("nothing", Seen(0.0, 0.0, 4.0), ""),
+    ("a queue", Seen(3.25), "the oldest request waits for 3.25 s, over 2 s"),
+    ("more wait than find room", Seen(0.3, 5.0, 4.0), "5 wait and the KV cache has room for 4"),
+    ("as many wait as find room", Seen(0.3, 4.0, 4.0), ""),
+    ("nobody waits before a full cache", Seen(0.3, 0.0, 0.0), ""),
+    ("TTFT rises over half of what was promised", Seen(0.3, ttft_p95_s=0.6, ttft_before_s=0.3, limit_s=1.0),
+     "TTFT rises: its p95 is 600 ms in the last minute, 300 ms in the last ten"),
+    ("it rises and hurts nobody", Seen(0.3, ttft_p95_s=0.06, ttft_before_s=0.03, limit_s=1.0), ""),
+    ("it is as it was", Seen(0.3, ttft_p95_s=0.9, ttft_before_s=0.8, limit_s=1.0), ""),
+])
+def test_what_asks_for_a_replica(story: str, seen: Seen, why: str) -> None:
+    """Queue age, TTFT's trend, requests waiting for a free KV slot. GPU utilization is not even an input."""
+    assert asking(seen) == why, story
+    assert not any("util" in name for name in Seen._fields)
+
+
+def test_a_start_is_measured_from_the_process_to_its_first_page() -> None:
+    """It went down, its process began at 40, its page came at 220: no replica helps sooner than 180 s."""
+    known = met(Advice(), 7.0, T0, up=True)  # it ran before we did: nothing is known of its start
+    assert (known.starts, known.startup_s) == ((), 300.0)
+    known = met(known, None, T0 + 30, up=False)
+    known = met(known, T0 + 40, T0 + 220, up=True)
+    assert (known.starts, known.startup_s) == ((180.0,), 180.0)
+    known = met(known, T0 + 40.4, T0 + 225, up=True)  # the same process, its clock read otherwise
+    assert known.starts == (180.0,)
+    known = met(known, T0 + 500, T0 + 590, up=True)  # it was back before anybody saw it down
+    assert (known.starts, known.startup_s) == ((180.0, 90.0), 180.0)  # plan for the slower
+
+
+def test_a_start_of_a_toy_does_not_let_it_flap() -> None:
+    """Two seconds to start: one change in two seconds would be no calm."""
+    assert Advice(starts=(2.0,)).startup_s == 60.0
+
+
+@pytest.mark.parametrize(("peak", "served", "pool"), [
+    (31.0, 7.0, 4),  # (31 − 7) ÷ 7 = 3.43
+    (28.0, 7.0, 3),
+    (6.0, 7.0, 0),
+    (6.0, 0.0, None),  # it served nobody: nothing to divide by
+])
+def test_the_warm_pool(peak: float, served: float, pool: int | None) -> None:
+    """Checklist 9, step 3: what a spike brings beyond what is there ÷ what a replica serves, rounded up."""
+    known = look(Advice(), Seen(0.1, arrived_per_s=peak, served_per_s=served), T0)
+    assert known.warm_pool == pool
+
+
+def test_a_spike_is_forgotten_after_a_day() -> None:
+    """The peak of a launch day is no plan for the year."""
+    known = look(Advice(), Seen(0.1, arrived_per_s=50.0, served_per_s=5.0), T0)
+    known = look(known, Seen(0.1, arrived_per_s=6.0, served_per_s=5.0), T0 + 3600)
+    assert known.peak_per_s == 50.0
+    known = look(known, Seen(0.1, arrived_per_s=6.0, served_per_s=5.0), T0 + 90_000)
+    assert (known.peak_per_s, known.warm_pool) == (6.0, 1)
+
+
+AGES = st.lists(st.tuples(st.sampled_from([None, 0.0, 0.3, 0.7, 2.5, 60.0]), st.integers(1, 60)), max_size=30)
+
+
+@settings(max_examples=60)
+@given(AGES, st.sampled_from([0.5, 5.0, 15.0, 45.0]), st.integers(0, 200),
+       st.lists(st.floats(1.0, 900.0), max_size=5).map(tuple), st.integers(0, 400))
+def test_no_load_makes_it_flap(runs: list[tuple[float | None, int]], every_s: float, away_at: int,
+                               starts: tuple[float, ...], away_s: int) -> None:
+    """Any load, any pace of looks, a restart of the agent anywhere: one change a start, no in within 10 m of an out."""
+    known, at, out_at, raised_at = Advice(starts=starts), T0, -1e9, -1e9
+    ages = [age for age, many in runs for _ in range(many)]
+    for n, age in enumerate(ages):
+        if n == away_at:
+            known, at = from_plain(to_plain(known)), at + away_s  # another process, later
+        before, known = known, look(known, Seen(age), at)
+        assert not (known.out and known.into)
+        raised = (known.out and not before.out) or (known.into and not before.into)
+        if known.into:
+            assert at - out_at >= 600.0
+        if raised:
+            assert at - raised_at >= known.startup_s
+            raised_at = at
+        out_at = at if known.out else out_at
+        at += every_s
+
+
+# --- on a node -------------------------------------------------------------------------------------------------------
+
+
+def live(here: Node, start_s: float, end_s: float, waiting: float = 0.0, first_tokens: float = 0.0) -> None:
+    """An engine read and judged every 5 s; `waiting` requests wait and nothing is served."""
+    for at_s in range(int(start_s), int(end_s) + 1, 5):
+        told = {"running": 4.0, "waiting": waiting, "kv_usage": 0.5, "finished.stop": first_tokens,
+                **hist("ttft", {"0.5": first_tokens, "+Inf": first_tokens}), "prompt_tokens": 1.0 + at_s,
+                "generation_tokens": 1.0 + at_s}
+        at = T0 + at_s
+        of = (*samples("llama", at, told), *samples("llama", at, {"rung": 3.0, "process_start": T0 - 1e5}))
+        here.take(Batch("engine:llama", at, 0.0, of))
+        here.step(at, 5.0)
+
+
+def advised(here: Node) -> dict[str, tuple[bool, bool]]:
+    """Replica -> (out, in) as `check` tells it."""
+    return {row["subject"]: (row["out"], row["in"]) for row in here.check()["scaling"]}
+
+
+def test_a_node_advises_by_its_queue_and_says_why() -> None:
+    """Ten wait and no first token comes: after a minute it asks for a replica; a restart of ours forgets nothing."""
+    here = node("queue-age")
+    live(here, 0, 30)
+    assert advised(here) == {"llama": (False, False)}
+    live(here, 35, 120, waiting=10.0)
+    assert advised(here) == {"llama": (True, False)}
+    assert scaling_lines(here.check()["scaling"])[0].startswith("Advice for llama: one replica more: the oldest")
+
+    later = restarted(here)
+    assert advised(later) == {}  # nothing was looked at yet: no number of the past is told as one of now
+    live(later, 300, 310)
+    assert advised(later) == {"llama": (True, False)}  # it is said for a minute that somebody watched
+    live(later, 315, 895)
+    assert advised(later) == {"llama": (False, False)}  # out was said at 300 the last time
+    live(later, 900, 905)
+    assert advised(later) == {"llama": (False, True)}
+
+
+def test_a_quiet_agent_that_was_away_begins_its_ten_minutes_anew() -> None:
+    """Nine quiet minutes, a restart of five, and a quiet look: nobody saw what happened in between."""
+    here = node("queue-age")
+    live(here, 0, 540)
+    later = restarted(here)
+    live(later, 840, 1100)
+    assert advised(later) == {"llama": (False, False)}
+    assert asdict(later.learned)["scaling"]["llama"]["under_s"] == 255.0
