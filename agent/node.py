@@ -1019,7 +1019,8 @@ class Node:
         """The contract of `tocsin check --json`; the last step was `since_s` ago."""
         rows = [self._row(key, signal, since_s) for key, signal in self.signals.items()]
         return {"verdict": verdict(rows), "why": None, "node": self.setup.node, "at": self.scene.now, "signals": rows,
-                "binds": self.bound_rows(), "scaling": self.scaling_rows(), "silences": self.silences_now(), "expected": self.expected()}
+                "binds": self.bound_rows(), "scaling": self.scaling_rows(), "silences": self.silences_now(),
+                "expected": self.expected()}
 
     def facts_told(self, target: Target, span_s: float = LONGEST_S) -> dict[str, Facts]:
         """What each engine of a target tells of itself, for the checklists."""

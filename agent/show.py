@@ -12,7 +12,19 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, TextIO
 
-from agent.words import LOUD, beside, binds_lines, clean, loudest_first, place, quantity, scaling_lines, root_of, span, verdict_line
+from agent.words import (
+    LOUD,
+    beside,
+    binds_lines,
+    clean,
+    loudest_first,
+    place,
+    quantity,
+    root_of,
+    scaling_lines,
+    span,
+    verdict_line,
+)
 
 Answer = Mapping[str, Any]
 NOTHING = "–"
