@@ -18,7 +18,7 @@ from bench.figures import LINE
 ROOT = Path(__file__).parents[1]
 # In the order in which they are run: a name is a module of this folder.
 BENCHES = (
-    "parse", "cost", "growth", "hardware", "page", "probe_cost",
+    "parse", "cost", "growth", "time_to_page", "soak", "hardware", "page", "probe_cost",
     "torture",
 )
 

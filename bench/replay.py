@@ -103,9 +103,9 @@ class Replay:
     """The agent, whole but for its loop and discovery, and how to make it tick. `rule_times`: its rules so often."""
 
     def __init__(self, folder: Path, urls: Sequence[str] = (), extra: Mapping[str, Any] | None = None,
-                 rule_times: int = 1) -> None:
+                 rule_times: int = 1, at: float | None = None) -> None:
         structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
-        self.clock = Clock(time.time())
+        self.clock = Clock(time.time() if at is None else at)
         self.config, rules = configured(folder, urls, extra or {})
         more = [replace(rule, id=f"{rule.id}-{n}") for n in range(1, rule_times) for rule in rules.rules]
         self.rules = replace(rules, rules=(*rules.rules, *more))
