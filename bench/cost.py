@@ -16,7 +16,6 @@ import json
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.figures import Figure, arguments, cpu_s, peak_mib, say, tell
+from bench.figures import Figure, arguments, cpu_s, free_port, peak_mib, say, tell
 from tests.agent_process import AgentProcess
 from tests.fake_nvml.build import build
 from tests.fake_nvml.reader import write_scenario
@@ -73,13 +72,6 @@ def open_page(process: AgentProcess) -> None:
     for path in ("/", "/?part=1"):
         with urllib.request.urlopen(f"http://{found[1]}{path}", timeout=30) as reply:
             reply.read()
-
-
-def free_port() -> int:
-    """One of loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start_prometheus(folder: Path, urls: Sequence[str], program: str, exporter: int | None) -> subprocess.Popen[bytes]:

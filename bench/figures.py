@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -78,3 +79,10 @@ def peak_mib(pid: int) -> float:
 def own_peak_mib() -> float:
     """Of this process."""
     return peak_mib(os.getpid())
+
+
+def free_port() -> int:
+    """One of loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
