@@ -87,6 +87,8 @@ class EngineFacts:
     build: str | None = None  # changes when the set of families changes
     found: tuple[Found, ...] = ()
     closed: tuple[str, ...] = ()  # subjects that a change of shape ended
+    shows: Mapping[int, str] = field(default_factory=dict)  # deployment pattern -> the family that shows it
+    role: str = ""  # "prefill" or "decode", where it says so
 
 
 class MigFacts(NamedTuple):
@@ -247,6 +249,7 @@ SAMPLES: Mapping[str, Kind] = {
     "prefix_hit_ratio": "gauge",  # ratio as the engine works it out, where it counts no tokens
     "spec_acceptance": "gauge",  # ratio as the engine works it out, where it counts no tokens
     # of a target (subject: target)
+    "frontend_cpu": "counter",  # s of CPU that the process has used that writes the page
     "http": "counter",  # key: status class or code, inference routes only
     "rejections": "counter",  # key: reason
     "process_start": "gauge",  # unix s
@@ -334,6 +337,20 @@ SAMPLES: Mapping[str, Kind] = {
     "replicas_desired": "gauge",
     "replicas_ready": "gauge",
     "rollout": "gauge",  # 1 while one progresses
+    # of an engine, read only where its page shows the deployment pattern that has them (subject: engine)
+    "handover_waiting": "gauge",  # requests between prefill and decode; key: what they wait for
+    "handover_held": "gauge",  # requests whose KV blocks prefill holds for decode
+    "handover_expired": "counter",  # requests whose KV blocks nobody fetched in time
+    "kv_transfer_failures": "counter",  # key: what failed
+    "external_hits": "counter",  # tokens that came from outside the engine's own cache
+    "kv_up": "counter",  # moved into GPU memory from below, in the engine's own unit (bytes or tokens)
+    "kv_down": "counter",  # the other way
+    "kv_up_seconds": "counter",  # s that moving up took
+    "expert_balance_sum": "counter",  # of mean ÷ largest load of an expert's GPU, a pass
+    "expert_balance_count": "counter",  # passes
+    "prefill_seconds": "counter",  # s of prefill of requests that have finished
+    "prefill_count": "counter",
+    "weight_updates": "counter",  # finished transfers of new weights (subject: target)
     # of a PromQL or JSON source (subject: its name, with labels where its query gives several series)
     "sourced": "gauge",
     "sourced_1d": "gauge",  # the same a day ago
@@ -438,6 +455,7 @@ class Rule:
     causes: tuple[str, ...] = ()
     action: str = ""
     where: str = ""  # file:line, for messages
+    patterns: tuple[int, ...] = ()  # deployment patterns whose nodes it runs on; none: all
 
     def limit(self, slo: Slo) -> float | None:
         """The number to compare with, in the signal's unit; None where the SLO that it needs is not promised."""

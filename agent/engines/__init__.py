@@ -116,6 +116,9 @@ class EngineMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     off_by: str = ""
     dating: Mapping[str, str] = {}  # family -> the version that it came with
     others: Mapping[str, Other] = {}
+    patterns: Mapping[str, Quantity] = {}  # quantities that only deployment patterns have; see with_patterns
+    shows: Mapping[str, int] = {}  # family -> the deployment pattern that its presence shows
+    role_label: str | None = None  # tells "prefill" from "decode"
 
     @property
     def versioned(self) -> str:
@@ -194,10 +197,25 @@ def parse_map(data: Any) -> EngineMap:
         msgspec.ValidationError: it breaks the form.
     """
     engine_map = msgspec.convert(data, EngineMap)
-    unknown = [name for name in engine_map.quantities if name not in SAMPLES]
+    unknown = [name for name in (*engine_map.quantities, *engine_map.patterns) if name not in SAMPLES]
     if unknown:
         raise msgspec.ValidationError(f"{engine_map.kind}: agent.model.SAMPLES has no {', '.join(unknown)}")
     return engine_map
+
+
+def with_patterns(engine_map: EngineMap) -> EngineMap:
+    """A map whose pages are read for what deployment patterns have, too; what is not on a page is not spoken of."""
+    return msgspec.structs.replace(engine_map, quantities={**engine_map.quantities, **engine_map.patterns})
+
+
+def shown_patterns(engine_map: EngineMap, families: Collection[str]) -> dict[int, str]:
+    """Deployment pattern -> the family on this page that shows it."""
+    present = _written(families)
+    found: dict[int, str] = {}
+    for family, number in engine_map.shows.items():
+        if normalise(family) in present:
+            found.setdefault(number, family)
+    return found
 
 
 def normalise(name: str) -> str:
@@ -270,7 +288,7 @@ def resolve(engine_map: EngineMap, families: Collection[str]) -> Names:
         alias = next((a for a in quantity.names if normalise(a.name) in written), None)
         if alias is not None:
             quantities[name] = Chosen(alias, written[normalise(alias.name)])
-        else:
+        elif name not in engine_map.patterns:
             quantities[name] = _absent(engine_map, quantity, written, at_least)
     build = hashlib.sha256("\n".join(sorted(mine)).encode()).hexdigest()[:12]
     return Names(engine_map, f"{engine_map.kind}-{build}", at_least, quantities, mine)

@@ -29,7 +29,9 @@ from agent.engines import (
     load_map,
     normalise,
     resolve,
+    shown_patterns,
     spellings,
+    with_patterns,
 )
 from agent.exposition import BadLine, Page, Reader, Series
 from agent.model import SAMPLES, EngineFacts, Found, Gap, Sample, Why
@@ -41,6 +43,7 @@ SHARE_TOP = 1.0 + 1e-9  # what rounding may make of 1
 MOST_ENGINES = 256  # that one page may tell of; indices farther apart are names
 RESTART_S = 1.0  # a process start time that moved by more is another process
 NAMELESS = frozenset({None, "", "undefined"})  # a model's label that names none (trtllm-serve to about 1.2)
+ROLES = frozenset({"prefill", "decode"})
 SHOWN_FAMILIES = 12  # of a page that is not understood, in words
 
 SlotKey = tuple[str, str, str]  # (name, subject, key), as in Sample
@@ -147,13 +150,15 @@ class PageReader:
         kind: "auto", or one of agent.engines.KINDS.
         shape: whether its engines' subjects carry an index, as it was before a restart of ours; None at first sight.
         maps: the engines that are known; for tests.
+        patterned: whether what deployment patterns have is read from the first page on; else once a page shows one.
 
     Raises:
         KeyError: `kind` is not known.
     """
 
     def __init__(
-        self, target: str, *, kind: str = "auto", shape: bool | None = None, maps: Sequence[EngineMap] | None = None
+        self, target: str, *, kind: str = "auto", shape: bool | None = None, maps: Sequence[EngineMap] | None = None,
+        patterned: bool = False,
     ) -> None:
         self.target = target
         self.shape = shape
@@ -182,6 +187,16 @@ class PageReader:
         self._started: float | None = None
         self._was_down = False
         self._shared: frozenset[str] = frozenset()  # what this target tells of all its engines together
+        self._is_patterned = False
+        if patterned:
+            self._read_patterns()
+
+    def _read_patterns(self) -> None:
+        """From the next page on, read what deployment patterns have."""
+        self._is_patterned = True
+        self._maps = tuple(map(with_patterns, self._maps))
+        self._map = None if self._map is None else next(m for m in self._maps if m.kind == self._map.kind)
+        self._reader = Reader(spellings(self._maps))
 
     @property
     def facts(self) -> EngineFacts | None:
@@ -232,7 +247,10 @@ class PageReader:
         engine_map = self._map or self._maps[0]
         never = {hole.slot: hole for hole in plan.holes if hole.code is Why.NOT_SUPPORTED} if plan is not None else {}
         out: list[Sample | Gap] = []
+        had = frozenset() if plan is None or plan.names is None else plan.names.quantities.keys()
         for name, quantity in engine_map.quantities.items():
+            if name in engine_map.patterns and name not in had:
+                continue
             of_all = quantity.of == "target" or name in self._shared
             for subject in (self.target,) if of_all else engines:
                 hole = never.get((name, subject, ""))
@@ -358,6 +376,8 @@ class PageReader:
             self._map = found
         if self._map is None or against:
             return None
+        if not self._is_patterned and shown_patterns(self._map, families):
+            self._read_patterns()
         names = resolve(self._map, families)
         before = self._plan.names if self._plan is not None else None
         if before is not None and before.build != names.build and before.map is names.map:
@@ -409,8 +429,9 @@ class PageReader:
             remedy = muted.unmute
         engine_map = self._maps[0]
         found = tuple(Found(name, self.target, None, why=why, remedy=remedy, code=Why.MISSING)
-                      for name in engine_map.quantities)
-        holes = [_Hole((name, self.target, ""), Why.MISSING, f"{why}: {remedy}") for name in engine_map.quantities]
+                      for name in engine_map.quantities if name not in engine_map.patterns)
+        holes = [_Hole((name, self.target, ""), Why.MISSING, f"{why}: {remedy}") for name in engine_map.quantities
+                 if name not in engine_map.patterns]
         return EngineFacts(self.target, (), kind="unknown", found=found, closed=tuple(sorted(self._closed))), holes
 
     def _of_the_other_role(self, page: Page) -> EngineMap | None:
@@ -559,7 +580,10 @@ class PageReader:
         models = (s.labels[model] for s in page.series if model is not None and s.labels.get(model) not in NAMELESS)
         engines = tuple(subjects.values())
         closed = tuple(sorted(self._closed))
-        return EngineFacts(self.target, engines, names.map.kind, next(models, None), names.build, tuple(found), closed)
+        label = names.map.role_label
+        roles = (s.labels[label] for s in page.series if label is not None and s.labels.get(label) in ROLES)
+        return EngineFacts(self.target, engines, names.map.kind, next(models, None), names.build, tuple(found), closed,
+                           shown_patterns(names.map, page.families), next(roles, ""))
 
     def _say_page(self, names: Names, seen: Set[str]) -> Found:
         title, whose = names.map.title, names.map.versioned
