@@ -18,6 +18,7 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
+from agent import patterns
 from agent.engines import KINDS, ROUTER_KINDS
 from agent.json_path import steps_of
 from agent.model import Rule, Severity, SignalSpec, Slo
@@ -252,6 +253,15 @@ def _json_path(text: str) -> str:
     except ValueError as error:
         raise Unfit(f"{cut(text)!r} is no path, from {cut(str(error))!r} on",
                     'write it as data.orders[0].count; a key with dots as ["orders.paid"]') from None
+    return text
+
+
+def _pattern(text: str) -> str:
+    try:
+        patterns.parse(text)
+    except ValueError as error:
+        raise Unfit(f"{cut(str(error))!r} is no deployment pattern",
+                    did_you_mean(str(error), patterns.WORDS, "several are joined by +")) from None
     return text
 
 
@@ -674,7 +684,7 @@ class Config(_Form, frozen=True):
     kernel_log: Annotated[str, Parse(_path_text, text=True, words=("auto", "off"))] = "auto"
     sources: SourcesConfig = SourcesConfig()
     cluster_rules: bool = False
-    pattern: str | None = None
+    pattern: Annotated[str, Parse(_pattern, text=True)] | None = None
     rules: RulesConfig = RulesConfig()
     notify: tuple[NotifyConfig, ...] = ()
     probe: ProbeConfig = ProbeConfig()
@@ -684,18 +694,11 @@ class Config(_Form, frozen=True):
     drill_group: str | None = None
 
 
-# Keys of the contract whose function this version does not have yet. An entry goes when its function comes.
-WITHOUT_FUNCTION: tuple[str, ...] = ("pattern",)
-
-
 def without_function(config: Config) -> list[str]:
-    """A sentence for each key that is set and that this version does not act on: nothing is ignored silently."""
-    unset = Config()
-    said = [key for key in WITHOUT_FUNCTION if getattr(config, key) != getattr(unset, key)]
-    notes = [f"{key}: this version checks it and does not act on it" for key in said]
-    if not config.engines and not config.discover and config.sources == unset.sources:
-        notes.append("engines: none is configured, and discovery is off; name them under `engines:`")
-    return notes
+    """A sentence for each thing that is written and leads to nothing: nothing is ignored silently."""
+    if not config.engines and not config.discover and config.sources == SourcesConfig():
+        return ["engines: none is configured, and discovery is off; name them under `engines:`"]
+    return []
 
 
 # ---- reading it ----
@@ -970,8 +973,8 @@ def _no_source(rule: Rule, names: Sequence[str]) -> Fault:
 
 
 def business_of(config: Config, rules: Sequence[Rule]) -> tuple[str, ...]:
-    """The sources that are business metrics: those that no rule of their own judges."""
-    own = {str(rule.params["source"]) for rule in rules if "source" in rule.params}
+    """The sources that are business metrics: those that neither a rule of their own nor a pattern's rule judges."""
+    own = {str(rule.params["source"]) for rule in rules if "source" in rule.params} | patterns.FEEDS.keys()
     return tuple(name for name in source_names(config) if name not in own)
 
 

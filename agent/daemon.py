@@ -21,7 +21,7 @@ if __name__ == "__main__":  # structlog would take rich along for tracebacks in 
 
 import structlog
 
-from agent import sdnotify
+from agent import patterns, sdnotify
 from agent.config import (
     Config,
     SecretUnreadable,
@@ -83,13 +83,15 @@ def setup_of(config: Config, rules: Sequence[Rule], *, clip_windows: bool = Fals
                  xid_severity={number: over.severity for number, over in config.rules.xid.items()},
                  gpus_expected=config.gpus.expected,
                  sourced=tuple(source_names(config)),
-                 business=frozenset(business_of(config, rules)))
+                 business=frozenset(business_of(config, rules)),
+                 patterns=None if config.pattern is None else patterns.parse(config.pattern))
 
 
 def adopt(config: Config, found: FoundEngine, shape: bool | None) -> tuple[Target, Source]:
     """An engine that nobody configured, as a target and its source."""
     target = Target(found.name, (), slo_for(config), address=address_of(found.url), port=found.port)
-    return target, EngineSource(found.name, found.url, kind=found.kind, shape=shape)
+    return target, EngineSource(found.name, found.url, kind=found.kind, shape=shape,
+                                patterned=config.pattern is not None)
 
 
 def local_port(url: str) -> int:
@@ -116,7 +118,8 @@ def sources_of(config: Config, shapes: dict[str, bool], cursor: Mapping[str, Any
 
     `cursor`: up to where the kernel log was read; `once`: for a single look.
     """
-    sources: list[Source] = [EngineSource(target_name(e), e.url, kind=e.kind, shape=shapes.get(target_name(e)))
+    sources: list[Source] = [EngineSource(target_name(e), e.url, kind=e.kind, shape=shapes.get(target_name(e)),
+                                          patterned=config.pattern is not None)
                              for e in config.engines]
     sources += canaries_of(config)
     if config.cluster_rules and cluster.configured():
@@ -148,6 +151,9 @@ def asked_sources(config: Config) -> list[Source]:
 
     def judged(name: str) -> str:
         by = own.get(name) or [rule.id for rule in rules if rule.signal == "business_drop"]
+        if name in patterns.FEEDS and name not in own:
+            feed = patterns.FEEDS[name]
+            return f"judged by {feed.rule}, where pattern {feed.pattern} is"
         return f"judged by {', '.join(by) or 'no rule'}"
 
     def token(source: PromqlSourceConfig | JsonSourceConfig) -> Callable[[], str] | None:

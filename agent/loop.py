@@ -809,7 +809,8 @@ def doctor_report(node: Node, slots: Mapping[str, Slot], mono: float) -> dict[st
                 "took_s": slot.last.took_s if slot.last else None, "error": slot.last.error if slot.last else None,
                 "note": getattr(slot.source, "note", None)}
                for name, slot in slots.items()]
-    return {"targets": targets, "routers": routers, "gpus": gpus, "sources": sources}
+    return {"targets": targets, "routers": routers, "gpus": gpus, "sources": sources,
+            "patterns": node.check()["patterns"]}
 
 
 def _error_of(slot: Slot) -> str | None:

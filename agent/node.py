@@ -13,7 +13,7 @@ from math import isnan
 from typing import Any
 from urllib.parse import quote
 
-from agent import binds, incidents, page, records, scaling, spark, words
+from agent import binds, incidents, page, patterns, records, scaling, spark, words
 from agent import evaluate as machine
 from agent import signals as catalogue
 from agent import silences as mutes
@@ -62,6 +62,7 @@ USER_GONE_S = 60.0  # an address of which no prober tells any more
 TOGETHER_S = 300.0  # GPUs that were reset within so long of each other were reset together
 PAGE_SPAN_S = 300.0  # what a page's numbers are means of
 GONE_S = 600.0  # a GPU that NVML no longer names for so long has ended
+RECOGNISE_EVERY_S = 30.0
 SOURCED_KEPT_S = 86400.0  # a series that a source tells no more is a Gap for so long
 MOST_SOURCED = 200  # series of one source: labels may change with every pod
 Traffic = dict[str, dict[str, Any]]  # "replicas", "routers"
@@ -89,6 +90,7 @@ class Setup:
     gpus_expected: int | None = None  # None: as many as were ever seen
     sourced: tuple[str, ...] = ()  # PromQL and JSON sources, by name
     business: frozenset[str] = frozenset()  # those that business-metric judges
+    patterns: tuple[int, ...] | None = None  # deployment patterns as written; None: recognised from what is there
 
 
 @dataclass
@@ -114,6 +116,7 @@ class Learned:
     marks: dict[str, dict[str, Any]] = field(default_factory=dict)  # engine -> what binds it since when, a binds.Mark
     scaling: dict[str, dict[str, Any]] = field(default_factory=dict)  # target -> a scaling.Advice
     sourced: dict[str, dict[str, float]] = field(default_factory=dict)  # PromQL or JSON source -> subject -> when told
+    patterns: dict[str, list[Any]] = field(default_factory=dict)  # recognised pattern -> [from what, when last]
 
 
 class Node:
@@ -154,6 +157,9 @@ class Node:
         self.sparks = Sparks()
         self.bounds: dict[str, binds.Bound] = {}  # engine -> what binds it, as of the last step
         self.marks: dict[str, binds.Mark] = {}
+        self._recognised_at = 0.0
+        self._recognised_by: tuple[int, ...] = ()  # how many of each there were then
+        self._rules: tuple[frozenset[int], list[Rule]] | None = None  # those of these patterns, and of none
         self.newly_bound: list[str] = []  # engines that the last step found bound by something else than before
         self.scaling: dict[str, scaling.Advice] = {}  # target -> whether another replica is needed
         self._scaled_at: float | None = None  # when that was last looked at
@@ -531,7 +537,9 @@ class Node:
                      self.learned.told, full, watched_s, tuple(self.routers), self.history, self.setup.xid_severity,
                      self.learned.gpu_count if self.setup.gpus_expected is None else self.setup.gpus_expected,
                      self.learned.nvlinks, self.workloads, self.learned.gpus_allocatable, self.canaries,
-                     state_told=self.learned.gpu_state, sourced=self._sourced(), business=self.setup.business)
+                     state_told=self.learned.gpu_state, sourced=self._sourced(), business=self.setup.business,
+                     models={name: facts.model for name, facts in self.facts.items() if facts.model},
+                     roles={name: facts.role for name, facts in self.facts.items() if facts.role})
 
     def _fold(self) -> None:
         """Take what happened into the history, now that every source of this tick has told which GPU is where."""
@@ -577,7 +585,8 @@ class Node:
         if self.gpus:
             self._learn_full_gpus()
             self.scene = self._scene(now)
-        rules = list(self.setup.rules)
+        self._recognise(now)
+        rules = self._rules_now()
         self.signals = catalogue.compute(self.scene, rules, self.book.resolved_at)
         book, transitions = machine.evaluate(self.book, rules, self.signals, now, dt_s, poll_s=self.setup.poll_s,
                                              limit_of=self.limit_of, severity_of=self.severity_of)
@@ -600,6 +609,43 @@ class Node:
         self.scene.memo.pop(("pages", "rows"), None)  # they were told with the book of before
         self._group(now)
         return named
+
+    @property
+    def deployment(self) -> dict[int, str]:
+        """The deployment patterns of this node, and whence that is known."""
+        if self.setup.patterns is not None:
+            return dict.fromkeys(self.setup.patterns, "as `pattern:` says")
+        return {int(number): f"recognised from {why}" for number, (why, _) in self.learned.patterns.items()}
+
+    def _recognise(self, now: float) -> None:
+        """Look now and then which patterns are there; one whose signs are gone stays as long as an engine does."""
+        by = (len(self.facts), len(self.routers), len(self.scene.targets))
+        if self.setup.patterns is not None or (by == self._recognised_by
+                                               and 0 <= now - self._recognised_at < RECOGNISE_EVERY_S):
+            return
+        self._recognised_by, self._recognised_at = by, now
+        found = patterns.recognise([self._seen(target) for target in self.scene.targets.values() if target.ever_up],
+                                   {router: len(self.windows.keys(router, "router_worker_up"))
+                                    for router in self.routers}, len(self.gpus), self.setup.sourced)
+        known = {number: told for number, told in self.learned.patterns.items() if now - told[1] <= GONE_S}
+        if found and 1 not in found:
+            known.pop("1", None)  # it was one device until others came
+        self.learned.patterns = dict(sorted((known | {str(n): [why, now] for n, why in found.items()}).items()))
+
+    def _seen(self, target: Target) -> patterns.Seen:
+        facts = self.facts.get(target.name) or EngineFacts(target.name, ())
+        ranks = max((len(self.windows.keys(engine, name)) for engine in target.engines
+                     for name in ("probe_rank_seconds", "rank_seconds")), default=0)
+        return patterns.Seen(target.name, facts.model or "", len(target.engines), len(target.gpus), ranks, facts.shows,
+                             facts.role)
+
+    def _rules_now(self) -> list[Rule]:
+        """The rules that run here: those of no pattern, and those of this node's."""
+        active = frozenset(self.deployment)
+        if self._rules is None or self._rules[0] != active:
+            self._rules = active, [rule for rule in self.setup.rules
+                                   if not rule.patterns or not active.isdisjoint(rule.patterns)]
+        return self._rules[1]
 
     def _trend(self, now: float) -> None:
         """How each signal goes."""
@@ -1019,8 +1065,8 @@ class Node:
         """The contract of `tocsin check --json`; the last step was `since_s` ago."""
         rows = [self._row(key, signal, since_s) for key, signal in self.signals.items()]
         return {"verdict": verdict(rows), "why": None, "node": self.setup.node, "at": self.scene.now, "signals": rows,
-                "binds": self.bound_rows(), "scaling": self.scaling_rows(), "silences": self.silences_now(),
-                "expected": self.expected()}
+                "binds": self.bound_rows(), "patterns": patterns.report(self.deployment, rows),
+                "scaling": self.scaling_rows(), "silences": self.silences_now(), "expected": self.expected()}
 
     def facts_told(self, target: Target, span_s: float = LONGEST_S) -> dict[str, Facts]:
         """What each engine of a target tells of itself, for the checklists."""

@@ -209,7 +209,11 @@ PHRASES: Mapping[str, Say] = {
     "engine_stuck": _text("stuck: "), "blind": _text("cannot see "), "watcher": _text(),
     "gpu_memory_heat": _heat_of_memory, "drill_orphaned": _text("a drill is not undone: "),
     "drill_overdue": _text("a drill is overdue: "), "replicas_missing": _text(), "gpus_unallocatable": _text(),
-    "gpu_spare_rows": _text(), "gpu_recovery": _text(),
+    "gpu_spare_rows": _text(), "gpu_recovery": _text(), **{name: _text() for name in (
+        "frontend_cpu", "cold_ttft", "cache_spread", "restarts_together", "overload_everywhere", "pipeline_bubble",
+        "members_missing", "expert_imbalance", "expert_rebalances", "handover_queue", "kv_transfer_failures",
+        "handover_state", "pool_ratio", "feature_transfers", "first_output_elsewhere", "promotion_busy",
+        "replica_hotspot", "rollout_tail", "weights_lag")},
 }
 
 
@@ -303,6 +307,25 @@ MEANS: Mapping[str, str] = {
     "gpu_pcie_replays": "Every one is sent again; the link is bad.",
     "gpu_fabric": "CUDA does not start on this GPU until the fabric (NVSwitch) has taken it in.",
     "gpu_persistence_off": "An idle GPU is set up anew at each first use, for seconds.",
+    "frontend_cpu": "One Python process takes requests apart and puts answers together: at one core it is the limit.",
+    "cold_ttft": "Who comes first after a restart waits several times as long.",
+    "cache_spread": "Prompts that one replica has cached go to another, and are computed anew there.",
+    "restarts_together": "All caches are cold at once, and the others carry the whole load meanwhile.",
+    "overload_everywhere": "Every replica is late: there is nowhere to route to.",
+    "pipeline_bubble": "GPUs that are paid for stand still while a stage waits.",
+    "members_missing": "A group that has lost a member hangs, or answers with fewer than it was planned for.",
+    "expert_imbalance": "All wait for the GPU of the busiest expert at each layer.",
+    "expert_rebalances": "Each time weights are copied while requests run.",
+    "handover_queue": "Prefill is done and nobody decodes: the first token waits at the boundary.",
+    "kv_transfer_failures": "The request is computed anew at decode, or fails.",
+    "handover_state": "KV blocks that nobody fetches are missing at prefill for new prompts.",
+    "pool_ratio": "One pool is too small and the other too large for this traffic.",
+    "feature_transfers": "What the encoder has made is lost on its way.",
+    "first_output_elsewhere": "More than queue and prefill together lies outside of them.",
+    "promotion_busy": "The link between GPU and host is busy with cache: decode and loading wait for it.",
+    "replica_hotspot": "Routing by cache sends everybody to one replica while others idle.",
+    "rollout_tail": "The step waits for its longest answer, and the GPUs of the others idle.",
+    "weights_lag": "It makes training data with old weights.",
     "drill_orphaned": "Something that was broken on purpose is still broken.",
     "drill_overdue": "What is not practised does not work when it must.",
 }

@@ -163,6 +163,7 @@ def check_report(answer: Answer, *, show_all: bool) -> Report:
     report += [f"Looked for {clean(what)}" for what in looked]
     report += binds_lines(answer.get("binds") or (), answer.get("at"))
     report += scaling_lines(answer.get("scaling") or ())
+    report += [clean(f"Deployment: {one['text']}") for one in answer.get("patterns") or ()]
     report += [f"Silenced: {clean(one['text'])}" for one in answer.get("silences") or ()]
     report += [clean(f"Expected until {moment(one['until'])} by the drill {one['drill']}: {', '.join(one['rules'])}")
                for one in answer.get("expected") or () if one["rules"]]
@@ -452,6 +453,17 @@ def _few(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])} and {len(names) - most} more"
 
 
+def pattern_lines(pattern: Answer) -> Report:
+    """A deployment pattern, whence it is known, and its watch list: by which rule, or why not."""
+    report: Report = [clean(f"Deployment: {pattern['text']}")]
+    for item in pattern["watch"]:
+        said = [f"{by['rule']} {by['state']}" + (f" ({by['why']})" if by["why"] and by["state"] in (
+            "UNKNOWN", "N/A") else "") for by in item["rules"]]
+        said += [f"not told: {item['gap']}"] if item["gap"] else []
+        report.append("  " + clean(f"watch {item['what']}: {'; '.join(said)}"))
+    return report
+
+
 def asks_others(answer: Answer) -> bool:
     """Whether PromQL or JSON sources are watched: an agent for a cluster may have nothing else."""
     return any(str(source["name"]).startswith(("promql:", "json:")) for source in answer["sources"])
@@ -473,6 +485,8 @@ def doctor_report(answer: Answer) -> Report:
     for gpu in answer["gpus"]:
         told = (f"GPU {gpu.get('index')}", gpu.get("name"), gpu.get("bdf"), gpu.get("uuid"))
         report.append(_found_table(told, gpu.get("found") or ()))
+    for pattern in answer.get("patterns") or ():
+        report += pattern_lines(pattern)
     for source in answer["sources"]:
         told_of = source.get("error") or f"read {span(source.get('age_s') or 0.0)} ago"
         if source.get("note") and not source.get("error"):

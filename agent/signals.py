@@ -16,6 +16,7 @@ from itertools import pairwise, takewhile
 from statistics import median
 from typing import Any
 
+from agent import watchlist
 from agent.hardware import signals as hardware
 from agent.hardware.history import Finding, History, findings
 from agent.hardware.table import Severity as XidSeverity
@@ -97,6 +98,8 @@ class Scene:
     state_told: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # GPU -> number -> when it told it
     sourced: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # PromQL or JSON source -> its subjects
     business: frozenset[str] = frozenset()  # of these the sources that no rule of their own judges
+    models: Mapping[str, str] = field(default_factory=dict)  # target -> model
+    roles: Mapping[str, str] = field(default_factory=dict)  # target -> "prefill" or "decode", where it says so
 
     def target_of(self, subject: str) -> Target | None:
         """The target of a target's, an engine's or a user's address's subject."""
@@ -1700,6 +1703,8 @@ SIGNALS: Mapping[str, tuple[SignalSpec, Callable[[Ask], Signal]]] = {row[0].id: 
     _row("outside_engine_whole", "s", "user", "the same of an answer that was not streamed",
          outside_engine("user_whole"), windowed=True, counted=True),
     *(_row(*row[:-1], windowed=row[-1]) for row in hardware.ROWS),
+    *(_row(*row[:5], windowed=row[5], counted=row[6]) for row in watchlist.rows(
+        lambda ask, engine: queue_age_s(Ask(ask.scene, SIGNALS["queue_age"][0], ask.rule, engine, ask.not_before)))),
     _row("replicas_missing", "count", "workload", "replicas that are asked for and not Ready", replicas_missing),
     _row("gpus_unallocatable", "count", "node", "GPUs that the kubelet would give to no pod now", gpus_unallocatable),
     _row("business_drop", "ratio", "source", "how far a business metric is below itself a week or a day ago",

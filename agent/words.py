@@ -220,7 +220,7 @@ def place(signal: Row) -> tuple[int, int, str]:
     found = re.fullmatch(r"([A-Z]+)([0-9]+)", signal.get("number") or "")
     if not found:
         return (9, 0, str(signal.get("rule")))
-    return ("HMLUK".find(found[1]) if found[1] in "HMLUK" else 8, int(found[2]), "")
+    return ("HMLUKP".find(found[1]) if found[1] in "HMLUKP" else 8, int(found[2]), "")
 
 
 def _sentence(signal: Row) -> str:

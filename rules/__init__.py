@@ -16,6 +16,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from agent.model import Op, Rule, Severity, SignalSpec, Slo
+from agent.patterns import PATTERNS
 from agent.strict import (
     NUMBER,
     AbsolutePath,
@@ -100,6 +101,7 @@ class RuleForm(Struct, frozen=True, kw_only=True):
     for_: Duration = msgspec.field(name="for", default=0.0)  # s
     keep: Duration = 0.0  # s
     required: bool = False
+    patterns: tuple[int, ...] = ()
     causes: tuple[str, ...] = ()
     action: Annotated[str, Parse(_one_line, text=True)] = ""
     at: str = msgspec.field(name="_at", default="")
@@ -208,7 +210,8 @@ def load_rules(
 def _read_files(config: RulesConfig, builtin_dir: Path) -> tuple[list[tuple[bool, Decoded[Any]]], list[Fault]]:
     """All rule files, each with whether it is ours, and the faults of their form."""
     faults: list[Fault] = []
-    paths = [(True, path) for path in sorted(builtin_dir.glob("*.yaml"))]
+    folders = (builtin_dir, builtin_dir / "patterns")
+    paths = [(True, path) for folder in folders for path in sorted(folder.glob("*.yaml"))]
     for index, directory in enumerate(config.dirs):
         try:
             found = sorted(path for path in directory.iterdir() if path.suffix in (".yaml", ".yml"))
@@ -333,6 +336,9 @@ class _Check:
             self.fault("signal", f"the signal {cut(form.signal)} is unknown", remedy)
             return None
         self.check_counts(spec)
+        for index, number in enumerate(form.patterns):
+            if number not in PATTERNS:
+                self.fault(f"patterns[{index}]", f"there is no pattern {number}", f"write one of 1 to {max(PATTERNS)}")
         limit = self.attempt("fires", limit_of, form.fires, spec)
         params = self.params(spec)
         if self.faults or params.get("pairs") == ():
@@ -359,6 +365,7 @@ class _Check:
             causes=form.causes,
             action=form.action,
             where=self.entry.where,
+            patterns=form.patterns,
         )
 
     def check_causes(self) -> None:

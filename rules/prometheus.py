@@ -60,6 +60,7 @@ CANNOT: Mapping[str, str] = {
 }
 ELSEWHERE: Mapping[str, str] = {  # by the letter of a rule's number
     "X": "needs the kernel log, NVML or the devices", "L": "needs the kernel log, NVML or the devices",
+    "P": "belongs to a deployment pattern: the agent runs it where that is, over several engines and sources",
     "U": "is measured from outside, by a canary, a prober or a router", "K": "needs the Kubernetes API",
 }
 
@@ -520,7 +521,7 @@ def over_engines(rules: Sequence[Rule], slo: Slo, poll_s: float) -> str:
 def place(number: str | None) -> tuple[int, int]:
     """The order of the catalogue: H1 to H10, then the rest by letter."""
     letter, digits = (number or "Z0")[0], (number or "Z0")[1:]
-    return "HMLUKXZ".find(letter), int(digits) if digits.isdigit() else 0
+    return "HMLUKPXZ".find(letter), int(digits) if digits.isdigit() else 0
 
 
 def unwritten(rule: Rule, slo: Slo) -> str | None:

@@ -38,12 +38,15 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.model": Row(),
     "agent.retry_after": Row(),
     "agent.json_path": Row(),
+    "agent.patterns": Row(),
+    "agent.watchlist": Row("agent.model agent.patterns agent.signals agent.stats agent.words"),
     "agent.daytime": Row("", "zoneinfo"),
     "agent.stats": Row(),
     "agent.exposition": Row("agent.model", "sys"),  # sys.intern
     "agent.windows": Row("agent.model"),
     "agent.signals": Row(
-        "agent.hardware.history agent.hardware.signals agent.hardware.table agent.model agent.stats agent.windows"
+        "agent agent.hardware.history agent.hardware.signals agent.hardware.table agent.model agent.stats"
+        " agent.watchlist agent.windows"
     ),
     "agent.evaluate": Row("agent.model"),
     "agent.words": Row("agent.model"),
@@ -68,8 +71,8 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.noise": Row(),
     "agent.node": Row(
         "agent agent.binds agent.evaluate agent.facts agent.hardware agent.hardware.history agent.hardware.signals"
-        " agent.hardware.table agent.hardware.verdict agent.impact agent.incidents agent.model agent.page agent.records"
-        " agent.scaling agent.signals agent.silences agent.spark agent.windows agent.words"
+        " agent.hardware.table agent.hardware.verdict agent.impact agent.incidents agent.model agent.page"
+        " agent.patterns agent.records agent.scaling agent.signals agent.silences agent.spark agent.windows agent.words"
     ),
     "agent.engines": Row("agent.model", "importlib msgspec yaml"),  # its maps, read from the package
     "agent.engines.trtllm_json": Row("agent.exposition agent.model", "msgspec"),
@@ -85,9 +88,10 @@ MAY_IMPORT: dict[str, Row] = {
     # Files of the user's, read once.
     "agent.strict": Row("", "msgspec pathlib yaml"),
     "agent.config": Row(
-        "agent.engines agent.json_path agent.model agent.stats agent.strict rules", "msgspec os pathlib socket zoneinfo"
+        "agent agent.engines agent.json_path agent.model agent.patterns agent.stats agent.strict rules",
+        "msgspec os pathlib socket zoneinfo",
     ),
-    "rules": Row("agent.model agent.strict", "msgspec pathlib"),
+    "rules": Row("agent.model agent.patterns agent.strict", "msgspec pathlib"),
     "rules.alertmanager": Row("agent.incidents agent.model"),
     "rules.exported": Row(
         "agent.model agent.signals rules rules.alertmanager rules.grafana rules.prometheus", "pathlib"
@@ -176,7 +180,8 @@ MAY_IMPORT: dict[str, Row] = {
         WORLD,
     ),
     "agent.daemon": Row(
-        "agent.config agent.loop agent.model agent.node agent.notifiers agent.outbox agent.sdnotify agent.signals"
+        "agent agent.config agent.loop agent.model agent.node agent.notifiers agent.outbox agent.patterns"
+        " agent.sdnotify agent.signals"
         " agent.sources.discovery agent.sources.engine agent.sources.engine_probe agent.sources.fetch"
         " agent.sources.gpu_devices agent.sources.json_address agent.sources.kernel_log agent.sources.nvml"
         " agent.sources.pod_resources agent.sources.pods agent.sources.probe agent.sources.promql agent.sources.router"

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RUNBOOKS = {path.stem: path.read_text() for path in sorted((ROOT / "runbooks").glob("*.md"))}
 CHECKLISTS = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "runbooks" / "checklists").glob("*.md"))]
 RULES = {
-    rule["id"]: rule for path in sorted((ROOT / "rules").glob("*.yaml")) for rule in yaml.safe_load(path.read_text())
+    rule["id"]: rule for path in sorted((ROOT / "rules").rglob("*.yaml")) for rule in yaml.safe_load(path.read_text())
 }
 DRILLS = {f"drill-{fault}" for fault in FAULTS}
 

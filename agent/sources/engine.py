@@ -42,6 +42,7 @@ class EngineSource:
         url: its address without /metrics, as "http://127.0.0.1:8000".
         kind: "auto", or one of agent.engines.KINDS.
         shape: whether its engines' subjects carried an index before a restart of ours; None at first sight.
+        patterned: whether what deployment patterns have is read even if no page shows one.
         connect_s, total_s: the deadlines of one read of /metrics.
         health_every_s, health_total_s: how often /health is asked while it is well, and how long it may take.
 
@@ -56,6 +57,7 @@ class EngineSource:
         *,
         kind: str = "auto",
         shape: bool | None = None,
+        patterned: bool = False,
         connect_s: float = CONNECT_S,
         total_s: float = TOTAL_S,
         health_every_s: float = HEALTH_EVERY_S,
@@ -63,7 +65,7 @@ class EngineSource:
     ) -> None:
         self.name = f"engine:{target}"
         self.target = target
-        self._pages = PageReader(target, kind=kind, shape=shape)
+        self._pages = PageReader(target, kind=kind, shape=shape, patterned=patterned)
         self.url = shown_address(url)
         base = url.rstrip("/").removesuffix("/metrics")
         self._metrics, self._other = (
