@@ -10,6 +10,7 @@ import difflib
 import threading
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -501,10 +502,11 @@ class Agent:
             "earlier": [one for one in known if one["root"][0] == found["root"][0] and one["opened_at"]
                         < found["opened_at"]]}
 
-    def pages_of(self, incident: Mapping[str, Any]) -> int:
-        """How often people were told of it as news: pages that a channel has accepted, updates not counted."""
-        return len({(one["channel"], one["key"]) for one in self._notices_of(incident, self._clock())
-                    if (one["status"], one["state"]) == ("firing", "delivered")})
+    def pages_of(self, incident: Mapping[str, Any]) -> Mapping[str, int]:
+        """How often each channel has accepted something new of it: one page an incident or an alert, no updates."""
+        told = {(one["channel"], one["key"]) for one in self._notices_of(incident, self._clock())
+                if (one["status"], one["state"]) == ("firing", "delivered")}
+        return Counter(channel for channel, _ in sorted(told))
 
     def _notices_of(self, incident: Mapping[str, Any], now: float) -> list[dict[str, Any]]:
         """What was owed to whom of an incident, as a whole and of each of its alerts."""

@@ -248,7 +248,7 @@ def test_past_incidents_and_their_postmortems(opened: Callable[..., Page]) -> No
         cells = re.findall(r'data-head="(\w+)"[^>]*>(?:<[^>]+>)*([^<]*)<', body)
         (record,) = agent.incident_list(0.0)
         assert dict(cells) == {
-            "state": "open", "cause": "gpu-thermal-limit on GPU 1 on gpu-17", "pages": "1", "alerts": "1",
+            "state": "open", "cause": "gpu-thermal-limit on GPU 1 on gpu-17", "pages": "1 by pagerduty", "alerts": "1",
             "began": glance.moment(record["began_at"]), "lasted": words.span(life.clocks.unix - record["began_at"]),
             "postmortem": "draft"}
     (href,) = re.findall(r'href="(/incidents/[^"]+)"', body)

@@ -77,8 +77,8 @@ class FakeView:
     def incident_told(self, name: str) -> dict[str, Any] | None:
         return told_incident.told() if name in ("last", told_incident.record()["id"]) else None
 
-    def pages_of(self, incident: Mapping[str, Any]) -> int:
-        return 2
+    def pages_of(self, incident: Mapping[str, Any]) -> Mapping[str, int]:
+        return {"pagerduty": 1}
 
     def review(self, last_s: float) -> dict[str, Any]:
         end = told_incident.START + 1000.0

@@ -111,8 +111,8 @@ class View(Protocol):
     def incident_told(self, name: str) -> dict[str, Any] | None:
         """All that a postmortem is made of, by an incident's id, the end of it, or "last"; None: there is no such."""
 
-    def pages_of(self, incident: Mapping[str, Any]) -> int:
-        """How often people were told of an incident as news: pages that a channel has accepted, updates not counted."""
+    def pages_of(self, incident: Mapping[str, Any]) -> Mapping[str, int]:
+        """How often each channel has accepted something new of an incident, by the channel's name; updates are none."""
 
     def review(self, last_s: float) -> dict[str, Any]:
         """Service levels kept, budget spent and pages of the last so many seconds."""

@@ -112,17 +112,19 @@ def incidents(told: Sequence[IncidentMessage]) -> list[Row]:
     return found
 
 
-def past(records: Sequence[Answer], pages: Sequence[int], now: float) -> list[Row]:
-    """Incidents from their records, the open ones too: title, cause, when, for how long, how many pages."""
+def past(records: Sequence[Answer], pages: Sequence[Mapping[str, int]], now: float) -> list[Row]:
+    """Incidents from their records, the open ones too: title, cause, when, for how long, how many pages by channel."""
     found = []
     for one, told in zip(records, pages, strict=True):
         root, end = root_of(one), one["ended_at"]
+        by_channel = [f"{count} by {clean(channel)}" for channel, count in told.items()]
         found.append({
             "title": clean(root["summary"] or root["rule"]), "cause": clean(f"{root['rule']} on {root['place']}"),
             "state": "open" if end is None else "over", "sign": "breach" if end is None else "ok",
             "began": moment(one["began_at"]), "lasted": span(round(max(0.0, (now if end is None else end)
                                                                        - one["began_at"]))),
-            "pages": str(told), "alerts": str(len(one["members"])), "drill": clean(one.get("drill") or ""),
+            "pages": ", ".join(by_channel) or "0", "alerts": str(len(one["members"])),
+            "drill": clean(one.get("drill") or ""),
             "href": link("incidents", one["id"]), "runbook": link("runbooks", root["rule"]),
         })  # fmt: skip
     return found
