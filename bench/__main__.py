@@ -2,7 +2,8 @@
 
     python -m bench [--short] [NAME…]        (from the repository's root; `make bench`, `make nightly`)
 
-A figure that is short, or a script that could not measure, stops no other; the exit status says it: 1.
+A figure that is short, or a script that could not measure, stops no other; the exit status says it: 1 where a figure is
+short, 2 where a script could not measure.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def main() -> int:
         print(line)
     for name, fault in wrong.items():
         print(f"# {name}: not measured: {fault}")
-    return int(bool(wrong) or any(line.endswith(" short") for line in told))
+    return 2 if wrong else int(any(line.endswith(" short") for line in told))
 
 
 if __name__ == "__main__":
