@@ -66,6 +66,8 @@ def evaluate(book: Book, rules: Sequence[Rule], signals: Mapping[AlertKey, Signa
             settle(key, None, [closed(alert, now, why)])
     for key, signal in signals.items():
         rule, known = by_id[key[0]], book.alerts.get(key)
+        if known is None and signal.state != "value":
+            continue
         limit = limit_of(rule, signal.subject)
         verdict = judge(rule, signal, limit)
         if known is None:

@@ -98,6 +98,8 @@ class Slot:
     asked_at: float = 0.0  # monotonic, of the read under way
     answered_at: float = 0.0  # monotonic
     errors: int = 0
+    asks: Asks | None = None  # the source, if it is one
+    by_process: ByProcess | None = None  # the source, if it is one
 
 
 class Collector:
@@ -117,7 +119,9 @@ class Collector:
     def add(self, source: Source) -> None:
         """One more source, read from the next round on."""
         thread = threading.Thread(target=self._serve, args=(source.name,), name=f"source {source.name}", daemon=True)
-        slot = Slot(source, thread, threading.Event(), answered_at=self._monotonic())
+        slot = Slot(source, thread, threading.Event(), answered_at=self._monotonic(),
+                    asks=source if isinstance(source, Asks) else None,
+                    by_process=source if isinstance(source, ByProcess) else None)
         with self._answered:
             self.slots = {**self.slots, source.name: slot}  # others walk over the old one
         thread.start()
@@ -313,13 +317,11 @@ class Agent:
     def _hold_canaries(self) -> None:
         """An engine that sleeps is asked nothing: the question would wake it, or fail."""
         scene = self.node.scene
-        for slot in self.collector.slots.values():
-            if not isinstance(slot.source, Asks):
-                continue
-            target = scene.targets.get(slot.source.asks or "")
+        for asks in (slot.asks for slot in self.collector.slots.values() if slot.asks is not None):
+            target = scene.targets.get(asks.asks or "")
             if target is not None:
                 engines = target.engines
-                slot.source.held = bool(engines) and all(scene.sleeps(engine) for engine in engines)
+                asks.held = bool(engines) and all(scene.sleeps(engine) for engine in engines)
 
     def _of_ourselves(self, now: float) -> Batch:
         late = [Sample("source_late_s", f"source:{name}", s, now) for name, s in self.collector.late_s().items()]
@@ -766,8 +768,8 @@ class Agent:
 def tell_owners(node: Node, collector: Collector) -> None:
     """Sources that find things by process learn whose each process is."""
     for slot in collector.slots.values():
-        if isinstance(slot.source, ByProcess):
-            slot.source.owners = node.owners()
+        if slot.by_process is not None:
+            slot.by_process.owners = node.owners()
 
 
 def _series(row: LayoutRow) -> tuple[SeriesKey, ...]:

@@ -267,9 +267,13 @@ def progress_at(ask: Ask, subject: str, since: float) -> float | None:
 
 def progress_series(ask: Ask, subject: str) -> list[tuple[str, str, str]]:
     """The (subject, name, key) that move when an engine does its work; none: it tells nothing of the kind."""
-    by = subject if subject != ask.subject else None
-    found = [(by or ask.teller(name), name, key) for name, key in PROGRESS]
-    return [(who, name, key) for who, name, key in found if key in ask.windows.keys_now(who, name)]
+    memo, by = ask.scene.memo, subject if subject != ask.subject else None
+    if (ask.subject, subject, "progress") not in memo:
+        found = [(by or ask.teller(name), name, key) for name, key in PROGRESS]
+        memo[ask.subject, subject, "progress"] = [
+            (who, name, key) for who, name, key in found if key in ask.windows.keys_now(who, name)]
+    series: list[tuple[str, str, str]] = memo[ask.subject, subject, "progress"]
+    return series
 
 
 def is_live(ask: Ask) -> bool:
