@@ -6,12 +6,14 @@ Its own module, so that the command line's libraries are never in the daemon's m
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -66,9 +68,16 @@ log = structlog.get_logger()
 
 STOP_WITHIN_S = 4.0
 OUTBOX_STOP_S = 1.0
+M_ARENA_MAX = -8  # malloc.h
 SIGNALS_OBEYED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 DATABASE = "tocsin.db"
 CHANNELS = "channels"  # which channel has which name: its debts are kept by that
+
+
+def share_heaps() -> None:
+    """Let all threads share two heaps: one for each, as glibc has it, holds 3 MiB more with 8 engines, in pieces."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
 
 
 def setup_of(config: Config, rules: Sequence[Rule], *, clip_windows: bool = False) -> Setup:
@@ -368,6 +377,7 @@ def main(argv: Sequence[str] | None = None, gpus: Gpus = real_gpus) -> int:
     parser = argparse.ArgumentParser(prog="tocsin run", description="The monitoring daemon, in the foreground.")
     parser.add_argument("--config", type=Path, default=None, metavar="FILE")
     path: Path | None = parser.parse_args(argv).config
+    share_heaps()
     set_up_logging(sys.stderr)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OBEYED)  # before any thread is: they all inherit it
     try:
