@@ -52,6 +52,13 @@ LONG_S = 30.0
         ("lmdeploy serve api_server m --server-port 23334", Named("lmdeploy", 23334)),
         ("tritonserver --model-repository /m --metrics-port 8012 --http-port 8000", Named("triton", 8012)),
         ("python -m dynamo.frontend --http-port 8100", Named("dynamo", 8100)),
+        ("llama-server -m m.gguf", Named("llamacpp", 8080, None, False, True)),  # LLAMA_ARG_PORT may say another
+        ("text-generation-launcher --model-id m", Named("tgi", 3000, None, False, True)),  # PORT, as in its image
+        ("vllm serve m --config c.yaml", Named("vllm", 8000, None, False, True)),
+        ("vllm serve m --config c.yaml --port 8123", Named("vllm", 8123)),
+        ("vllm serve m --headless --data-parallel-start-rank 4", None),  # a second node's ranks serve nobody
+        ("python -m sglang.launch_server --model-path m --nnodes 2 --node-rank 1", None),
+        ("python -m sglang.launch_server --model-path m --nnodes 2 --node_rank 0", Named("sglang", 30000)),
         ("vllm serve m --uds /run/vllm.sock", None),  # no port
         ("vllm serve m --port ${PORT}", None),  # not one that we could know
         ("vllm bench serve --port 8000", None),
@@ -128,6 +135,28 @@ def test_an_engine_that_still_loads_is_found(proc: FakeProc) -> None:
     """It does not listen yet: it is starting, and not absent."""
     proc.add(100, "vllm serve m")
     assert [engine.name for engine in proc.look()[0]] == ["127.0.0.1:8000"]
+
+
+def test_a_launcher_is_not_at_the_port_that_its_router_names_otherwise(proc: FakeProc) -> None:
+    """TGI's image says PORT=80 in its environment: its launcher was awaited on 3000, and paged as down for ever."""
+    proc.add(100, "text-generation-launcher --model-id m")
+    assert proc.look()[0] == ()
+    assert proc.look()[1] == ("process 100 (text-generation-launcher) does not say its port on its command line, and"
+                              " does not listen on 3000: name its address under engines")
+    proc.add(101, "text-generation-router --port 80", parent=100)
+    proc.listen(80)
+    found, note = proc.look()
+    assert ([engine.name for engine in found], note) == (["127.0.0.1:80"], "")
+
+
+@pytest.mark.parametrize(("owner", "want"), [(100, ["127.0.0.1:8080"]), (200, [])])
+def test_a_default_port_is_taken_where_it_is_the_engines_own(proc: FakeProc, owner: int, want: list[str]) -> None:
+    """The environment may name another port, and somebody else's server listen on the default one."""
+    proc.add(100, "llama-server -m m.gguf", sockets=[8080] if owner == 100 else [])
+    proc.add(200, "java -jar jenkins.war", sockets=[8080] if owner == 200 else [])
+    proc.listen(8080)
+    (proc.folder / "100" / "net").symlink_to(proc.folder / "self" / "net")
+    assert [engine.name for engine in proc.look()[0]] == want
 
 
 def test_an_engine_in_a_container_of_its_own_is_said(proc: FakeProc) -> None:

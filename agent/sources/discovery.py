@@ -39,6 +39,7 @@ class Form(NamedTuple):
     ports: tuple[str, ...]  # options that name the port of its metrics
     default: int
     hosts: tuple[str, ...] = ("--host",)
+    is_env: bool = False  # where no option names the port, its environment may
 
 
 FORMS: tuple[Form, ...] = (
@@ -47,9 +48,9 @@ FORMS: tuple[Form, ...] = (
     Form("sglang", ("sglang.launch_server",), ("--port",), 30000),
     Form("sglang", ("sglang", "serve"), ("--port",), 30000),
     Form("trtllm-serve", ("trtllm-serve",), ("--port",), 8000),
-    Form("tgi", ("text-generation-launcher",), ("--port", "-p"), 3000, ("--hostname",)),
-    Form("tgi", ("text-generation-router",), ("--port", "-p"), 3000, ("--hostname",)),
-    Form("llamacpp", ("llama-server",), ("--port",), 8080),
+    Form("tgi", ("text-generation-launcher",), ("--port", "-p"), 3000, ("--hostname",), is_env=True),
+    Form("tgi", ("text-generation-router",), ("--port", "-p"), 3000, ("--hostname",), is_env=True),
+    Form("llamacpp", ("llama-server",), ("--port",), 8080, is_env=True),
     Form("lmdeploy", ("lmdeploy", "serve", "api_server"), ("--server-port",), 23333, ("--server-name",)),
     Form("triton", ("tritonserver",), ("--metrics-port",), 8002, ("--metrics-address",)),
     Form("dynamo", ("dynamo.frontend",), ("--http-port",), 8000, ("--http-host",)),
@@ -63,6 +64,7 @@ class Named(NamedTuple):
     port: int
     host: str | None = None
     is_tls: bool = False
+    is_guessed: bool = False  # the port is the default one, and a file or the environment may name another
 
 
 def engine_of(argv: Sequence[str]) -> Named | None:
@@ -74,11 +76,15 @@ def engine_of(argv: Sequence[str]) -> Named | None:
         if at is None:
             continue
         options = argv[at:]
+        if "--headless" in options or _option(options, ("--node-rank",)) not in (None, "0"):
+            return None  # ranks of a server on another node: nobody serves here
         port = _option(options, form.ports)
         if port is not None and not re.fullmatch(r"[0-9]{1,5}", port):
             return None
         is_tls = _option(options, ("--ssl-certfile", "--ssl-keyfile")) is not None
-        return Named(form.kind, form.default if port is None else int(port), _option(options, form.hosts), is_tls)
+        is_guessed = port is None and (form.is_env or _option(options, ("--config",)) is not None)
+        port_number = form.default if port is None else int(port)
+        return Named(form.kind, port_number, _option(options, form.hosts), is_tls, is_guessed)
     return None
 
 
@@ -171,12 +177,12 @@ def address_in(process: Path) -> str | None:
     return own[0] if len(own) == 1 else None
 
 
-def listening(proc: Path) -> dict[int, tuple[str, int]]:
-    """Port -> (address, inode) of what listens in our network namespace."""
+def listening(proc: Path, where: str = "self") -> dict[int, tuple[str, int]]:
+    """Port -> (address, inode) of what listens in a process's network namespace, ours if no other is asked for."""
     found: dict[int, tuple[str, int]] = {}
     for name in ("tcp6", "tcp"):
         try:
-            lines = (proc / "self" / "net" / name).read_text().splitlines()[1:]
+            lines = (proc / where / "net" / name).read_text().splitlines()[1:]
         except OSError:
             continue
         for line in lines:
@@ -267,6 +273,9 @@ class DiscoverySource:
             named = engine_of(process.argv)
             if named is None:
                 continue
+            if named.is_guessed and (why := self._why_not(process, named.port, of)) is not None:
+                notes += [why] if why else []
+                continue
             pod = self._in_pod(process, named, of)
             if pod is not None:
                 if pod.name not in in_pods:  # forked, with the same words
@@ -291,6 +300,22 @@ class DiscoverySource:
                 if kind is not None:
                     yield found_engine(open_ports[port][0], port, kind, "the page on its well-known port")
         self.note = "; ".join(dict.fromkeys(notes))
+
+    def _why_not(self, process: Process, port: int, of: Sequence[Process]) -> str | None:
+        """Why an engine whose command line names no port is not taken to be at its default one; None: it may be.
+
+        "": a process that it started says the port, as TGI's launcher does to its router.
+        """
+        under = frozenset(descendants(process.pid, of, self._proc))
+        named = (engine_of(one.argv) for one in of if one.pid in under)
+        if any(one is not None and not one.is_guessed for one in named):
+            return ""
+        where = listening(self._proc, str(process.pid)).get(port)
+        owner = None if where is None else owner_of(self._proc, where[1], of)
+        if where is not None and (owner is None or owner.pid in under):
+            return None
+        return (f"process {process.pid} ({Path(process.argv[0]).name}) does not say its port on its command line, and"
+                f" does not listen on {port}: name its address under engines")
 
     def _in_pod(self, process: Process, named: Named, of: Sequence[Process]) -> FoundEngine | None:
         """An engine in a pod of this node with a network of its own. Seen only in the node's process namespace."""
