@@ -138,16 +138,17 @@ class Seen:
         assert self.foreign == []
 
 
-VIEWS = ("/", "/engines", "/gpus", "/alerts", "/incidents", "/incidents/last", "/silences", "/drills", "/runbooks",
-         "/runbooks/queue-age", "/rules", "/numbers/H2",
-         "/signals/gpu-temperature/GPU-fa4e0000-0000-4000-8000-000000000003")  # fmt: skip
+HOT = "GPU-fa4e0000-0000-4000-8000-000000000003"
+VIEWS = ("/", "/engines", "/gpus", "/alerts", f"/alerts/gpu-thermal-limit/{HOT}", "/incidents", "/incidents/last",
+         "/silences", "/drills", "/runbooks", "/runbooks/queue-age", "/rules", "/numbers/H2",
+         f"/signals/gpu-temperature/{HOT}")  # fmt: skip
 IN_THE_DARK = ("/", "/incidents/last", "/silences", "/runbooks/queue-age")  # what is drawn in a colour of its own
 
 
 @pytest.mark.heavy
 def test_each_view_in_both_widths(node: Node, browser: Browser) -> None:
     """At 390 px a table ran out of the phone at night; axe-core finds what a screen reader cannot use."""
-    wait_for(lambda: node.agent.ask("/incidents") != [], 60.0)  # of GPU 3, which is too hot
+    wait_for(lambda: node.agent.ask("/incidents") != [], WITHIN_MS / 1000)  # of GPU 3, which is too hot
     for width, scheme, views in ((1440, "light", VIEWS), (390, "light", VIEWS), (390, "dark", IN_THE_DARK)):
         seen = Seen(browser, node.url, width, "dark" if scheme == "dark" else "light")
         for path in views:
@@ -159,7 +160,7 @@ def test_each_view_in_both_widths(node: Node, browser: Browser) -> None:
 
 @pytest.mark.heavy
 def test_a_table_on_a_phone_is_heard_as_one(node: Node, browser: Browser) -> None:
-    """Its rows are drawn as cards, and Chromium told the screen reader of no table, no row and no cell."""
+    """Its rows are drawn as cards; a screen reader finds table, heads and cells all the same, and hears a curve."""
     seen = Seen(browser, node.url, 390)
     page = seen.open("/numbers/H2")
     tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
@@ -212,7 +213,7 @@ def test_a_silence_by_keyboard_with_and_without_the_token(node: Node, browser: B
     seen = Seen(browser, node.url)
 
     def silence(token: str) -> Page:
-        page = seen.open("/silences?rule=gpu-temperature&subject=GPU-fa4e0000-0000-4000-8000-000000000003")
+        page = seen.open(f"/silences?rule=gpu-temperature&subject={HOT}")
         page.get_by_label("Why").focus()
         for text in ("the fan is on its way", "eve", token):
             page.keyboard.type(text)
