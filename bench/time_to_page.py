@@ -39,7 +39,7 @@ from tests.page_server import PageServer
 from tests.receiver import Receiver
 
 POLL_S, GROUP_WAIT_S, GPUS = 5.0, 1.0, 8
-XIDS = (79, 95, 74, 13)  # each another rule's
+XIDS = (79, 95, 74, 94)  # each another rule's
 PREEMPTION, KV, XID = "preemption", "kv", "xid"
 ALERT_OF = {"preemptions": PREEMPTION, "Preemptions": PREEMPTION, "kv-cache-utilization": KV, "KvCache": KV}
 
