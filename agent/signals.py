@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise, takewhile
@@ -269,9 +269,11 @@ def progress_series(ask: Ask, subject: str) -> list[tuple[str, str, str]]:
     """The (subject, name, key) that move when an engine does its work; none: it tells nothing of the kind."""
     memo, by = ask.scene.memo, subject if subject != ask.subject else None
     if (ask.subject, subject, "progress") not in memo:
-        found = [(by or ask.teller(name), name, key) for name, key in PROGRESS]
-        memo[ask.subject, subject, "progress"] = [
-            (who, name, key) for who, name, key in found if key in ask.windows.keys_now(who, name)]
+        asked = [(by or ask.teller(name), name, key) for name, key in PROGRESS]
+        found = [(who, name, key) for who, name, key in asked if key in ask.windows.keys_now(who, name)]
+        own = [one for one in found if one[0] == subject]
+        # what all engines of a target count together moves while one of them hangs
+        memo[ask.subject, subject, "progress"] = own if any((name, key) in LIVE for _, name, key in own) else found
     series: list[tuple[str, str, str]] = memo[ask.subject, subject, "progress"]
     return series
 
@@ -324,6 +326,8 @@ def queue_age_s(ask: Ask) -> Signal:
     age_s, low_s, high_s = queue_age_bound(ask, waiting)
     warm = ask.warming_up("waiting")
     evidence = {"waiting": waiting.value, "low_s": low_s, "high_s": high_s}
+    if ask.teller("ttft") != ask.subject and waiting.value > 0:
+        evidence["note"] = "first tokens are told for all engines together, so it may be older"
     if probed.code is Why.LOST:
         evidence["note"] = f"tocsin-probe told it and does no more: {probed.why}"
     method = "exact" if waiting.value <= 0 else "bound"
@@ -347,9 +351,11 @@ def queue_age_bound(ask: Ask, waiting: Sample) -> tuple[float, float, float | No
     if waiting.value <= 0:
         return 0.0, 0.0, 0.0
     started_at = ask.windows.restarted_at(ask.subject, "waiting") or 0.0
-    # Where all engines of a target count first tokens together, the count runs ahead of this queue: a lower age.
-    rows = ask.windows.backward(ask.subject, ("ttft", "count", ask.teller("ttft")), ("waiting", ""))
-    age_s, low_s, high_s = head_age(rows, started_at)
+    teller = ask.teller("ttft")
+    age_s, low_s, high_s = head_age(ask.windows.backward(ask.subject, ("ttft", "count", teller), ("waiting", "")),
+                                    started_at)
+    if teller != ask.subject:  # counted for all engines together: the count runs ahead of this queue, the age is more
+        return age_s, low_s, head_age(without_count(ask), started_at)[2]
     less = without_preempted(ask, started_at)
     if less:
         age_s, low_s, _ = head_age(less, started_at)
@@ -373,6 +379,16 @@ def head_age(rows: Iterable[tuple[float, ...]], started_at: float) -> tuple[floa
             return now - (at + share * (after_at - at)), now - after_at, now - at
         after_at, after = at, arrived
     return (0.0, 0.0, None) if now is None or after_at is None else (now - after_at, now - after_at, None)
+
+
+def without_count(ask: Ask) -> Iterator[tuple[float, ...]]:
+    """(at, fewest that can have begun, counted from now, waiting) of each read, newest first: those by which the queue
+    became shorter from one read to the next. Many more may have begun, so the head may be younger, and not older."""
+    left, later = 0.0, None
+    for at, waits in ask.windows.backward(ask.subject, ("waiting", "")):
+        left -= max(0.0, waits - later) if later is not None else 0.0
+        later = waits
+        yield at, left, waits
 
 
 def without_preempted(ask: Ask, started_at: float) -> list[tuple[float, float, float]]:

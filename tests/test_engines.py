@@ -294,6 +294,42 @@ def test_an_engine_that_the_page_never_told_of_is_blind_and_the_others_are_judge
     assert set(of["blind", "t"].evidence["lost"]) == {"queue_age of t/2", "kv_cache_utilization of t/2"}
 
 
+def two_ranks(waits: float, until_s: float) -> Mapping[tuple[str, str], Signal]:
+    """SGLang's two data-parallel engines at second 300: one first token a second of t/0 until `until_s`, nine of t/1;
+    from 100 s on so many wait at t/0. First tokens are told for both together."""
+    reader, windows = PageReader("t"), Windows(5.0)
+    for n in range(1, 61):
+        t = n * 5.0
+        own, lines = min(t, until_s), []
+        for rank, tokens, queue in (("0", own, waits if t > 100 else 0), ("1", 9 * t, 0)):
+            of = f'{{dp_rank="{rank}",tp_rank="0"}}'
+            lines += [f"sglang:num_running_reqs{of} 3", f"sglang:token_usage{of} 0.5",
+                      f"sglang:num_queue_reqs{of} {queue}",
+                      f'sglang:realtime_tokens_total{{dp_rank="{rank}",tp_rank="0",mode="decode"}} {20 * tokens}']
+        lines += [f"sglang:time_to_first_token_seconds_{part} {own + 9 * t}" for part in (
+            'bucket{le="1"}', 'bucket{le="+Inf"}', "sum", "count")]
+        readings = reader.read("".join(f"{line}\n" for line in lines).encode(), "text/plain", T0 + t)
+        windows.ingest(Batch("engine:t", T0 + t, 0.0, tuple(readings)))
+    scene = Scene(windows, T0 + 300, "node", SLO, {"t": Target("t", ("t/0", "t/1"), SLO)})
+    return compute(scene, [built_in()[H1], built_in()["engine-stuck"]], {})
+
+
+def test_a_queue_age_by_a_count_of_several_engines_is_at_least_and_not_at_most() -> None:
+    """The head had waited for 10 s, and the other engine's nine in ten first tokens made it 0.9 s, at most 5 s."""
+    signal = two_ranks(10, 300)[H1, "t/0"]
+    assert signal.low is not None
+    assert signal.low <= 10
+    assert signal.high is None or signal.high >= 10
+    assert "for all engines together" in signal.evidence["note"]
+
+
+def test_one_of_several_engines_that_hangs_is_stuck_though_the_others_count_on() -> None:
+    """First tokens that both count together moved on, so the one that made no token for 200 s was never stuck."""
+    of = two_ranks(5, 100)
+    assert of["engine-stuck", "t/0"].evidence["flat_s"] == pytest.approx(200, abs=5)
+    assert of["engine-stuck", "t/1"].value == 0
+
+
 # --- maps -------------------------------------------------------------------------------------------------------------
 
 
