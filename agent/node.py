@@ -62,7 +62,7 @@ USER_GONE_S = 60.0  # an address of which no prober tells any more
 TOGETHER_S = 300.0  # GPUs that were reset within so long of each other were reset together
 PAGE_SPAN_S = 300.0  # what a page's numbers are means of
 GONE_S = 600.0  # a GPU that NVML no longer names for so long has ended
-RECOGNISE_EVERY_S = 30.0
+RECOGNISE_EVERY_S, SEEN_EVERY_S = 30.0, 300.0
 SOURCED_KEPT_S = 86400.0  # a series that a source tells no more is a Gap for so long
 MOST_SOURCED = 200  # series of one source: labels may change with every pod
 Traffic = dict[str, dict[str, Any]]  # "replicas", "routers"
@@ -630,7 +630,11 @@ class Node:
         known = {number: told for number, told in self.learned.patterns.items() if now - told[1] <= GONE_S}
         if found and 1 not in found:
             known.pop("1", None)  # it was one device until others came
-        self.learned.patterns = dict(sorted((known | {str(n): [why, now] for n, why in found.items()}).items()))
+        for number, why in found.items():
+            before = known.get(str(number))
+            if before is None or before[0] != why or not 0 <= now - before[1] < SEEN_EVERY_S:
+                known[str(number)] = [why, now]
+        self.learned.patterns = dict(sorted(known.items()))
 
     def _seen(self, target: Target) -> patterns.Seen:
         facts = self.facts.get(target.name) or EngineFacts(target.name, ())

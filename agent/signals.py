@@ -299,6 +299,14 @@ def stale(ask: Ask, name: str, value: float) -> Signal | None:
 # --- the ten ---------------------------------------------------------------------------------------------------------
 
 
+def age_of_queue(ask: Ask) -> Signal:
+    """H1, worked out once a tick: a pattern's rule asks it of every replica again."""
+    known: Signal | None = ask.scene.memo.get((ask.subject, "queue_age"))
+    if known is None:
+        known = ask.scene.memo[(ask.subject, "queue_age")] = queue_age_s(ask)
+    return known
+
+
 def queue_age_s(ask: Ask) -> Signal:
     """H1. Age of the oldest request never yet scheduled: as the in-engine probe tells it, else the bound.
 
@@ -1665,7 +1673,7 @@ def _told_elsewhere(ask: Ask) -> Signal:
 
 
 SIGNALS: Mapping[str, tuple[SignalSpec, Callable[[Ask], Signal]]] = {row[0].id: row for row in (
-    _row("queue_age", "s", "engine", "age of the oldest request never yet scheduled", queue_age_s),
+    _row("queue_age", "s", "engine", "age of the oldest request never yet scheduled", age_of_queue),
     _row("kv_cache_utilization", "ratio", "engine", "share of KV-cache blocks in use", kv_cache_utilization),
     _row("preemptions", "count", "engine", "requests preempted in the window", preemptions, windowed=True),
     _row("graph_fallback", "ratio", "engine", "decode steps that ran eager though captured", graph_fallback,
@@ -1724,7 +1732,7 @@ SIGNALS: Mapping[str, tuple[SignalSpec, Callable[[Ask], Signal]]] = {row[0].id: 
          outside_engine("user_whole"), windowed=True, counted=True),
     *(_row(*row[:-1], windowed=row[-1]) for row in hardware.ROWS),
     *(_row(*row[:5], windowed=row[5], counted=row[6]) for row in watchlist.rows(
-        lambda ask, engine: queue_age_s(Ask(ask.scene, SIGNALS["queue_age"][0], ask.rule, engine, ask.not_before)))),
+        lambda ask, engine: age_of_queue(Ask(ask.scene, SIGNALS["queue_age"][0], ask.rule, engine, ask.not_before)))),
     _row("replicas_missing", "count", "workload", "replicas that are asked for and not Ready", replicas_missing),
     _row("gpus_unallocatable", "count", "node", "GPUs that the kubelet would give to no pod now", gpus_unallocatable),
     _row("business_drop", "ratio", "source", "how far a business metric is below itself a week or a day ago",
