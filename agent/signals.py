@@ -1596,14 +1596,15 @@ def business_drop(ask: Ask) -> Signal:
     week, day = past_of(ask, "sourced_7d", WEEK_S), past_of(ask, "sourced_1d", DAY_S)
     wants_week = float(ask.rule.params["back"]) > DAY_S
     if not wants_week and not isinstance(week, float):
-        return ask.idle("no value of a week ago: business-metric itself compares with yesterday", got.value)
+        return ask.idle("no value of a week ago: business-metric itself compares with yesterday")
     before, back = (week, "a week ago") if wants_week and isinstance(week, float) else (day, "a day ago")
     if not isinstance(before, float):
         if before.code in (Why.NO_DATA, Why.MISSING):
-            return ask.idle("no value of a day or a week ago yet" if wants_week else "no value of a day ago", got.value)
+            back = "a day or a week ago yet" if wants_week else "a day ago"
+            return ask.idle(f"it is {got.value:.6g}; no value of {back}")
         return ask.gap(before.code, f"its value {back}: {before.why}")
     if before <= 0:
-        return ask.idle(f"it was {before:g} {back}", got.value)
+        return ask.idle(f"it is {got.value:.6g}, and was {before:g} {back}")
     drop = 1 - got.value / before
     evidence: dict[str, Any] = {"now": got.value, "before": before, "back": back, "text":
                                 f"{got.value:.6g}, {abs(drop):.1%} {'under' if drop >= 0 else 'over'} the {before:.6g}"

@@ -296,6 +296,10 @@ def test_4_9_percent_is_no_alert_and_a_small_count_says_how_much_it_varies() -> 
     """The limit of 5 %; of 900 events 10 % are noise (3 / sqrt(900))."""
     node = shop()
     assert play(node, 0, 900, lambda _: {"orders": {"sourced": 9510.0, "sourced_7d": 10000.0}}) == []
+    young = shop()
+    play(young, 0, 5, lambda _: {"orders": {"sourced": 812.0}})
+    signal = young.signals["business-metric", "orders"]  # the number itself is no share: "81200 %" stood there
+    assert (signal.value, signal.why) == (None, "it is 812; no value of a day or a week ago yet")
     small = shop()
     play(small, 0, 5, lambda _: {"orders": {"sourced": 800.0, "sourced_7d": 900.0}})
     assert small.signals["business-metric", "orders"].evidence["note"] == (
