@@ -135,9 +135,10 @@ def real(folder: Path, hook: str, engines: list[str], env: dict[str, str]) -> li
                 sampled_at = gone_s
                 sampled.take()
                 say(f"{gone_s / 60:.0f} of {REAL_S / 60:.0f} min: {sampled.memory[-1]:.1f} MiB")
+        grown = sampled.figures("soak_real")
     seen = sorted(set(ticks))
     missed = sum(max(0, round((b - a) / POLL_S) - 1) for a, b in pairwise(seen) if b - a > 1.5 * POLL_S)
-    return [*sampled.figures("soak_real"), Figure("soak_real_ticks_missed", missed, f"of_{len(seen)}", 0.0)]
+    return [*grown, Figure("soak_real_ticks_missed", missed, f"of_{len(seen)}", 0.0)]
 
 
 def tick_at(agent: AgentProcess) -> float:
