@@ -237,13 +237,20 @@ class Agent:
     def restore(self) -> None:
         """Take back book, windows and what was learned from the store."""
         now = self._clock()
-        self.node.restore(self.store.load_book(), self.store.meta("learned") or {})
-        self.node.silences = silences.from_plain(self.store.meta(SILENCES))
+        book = self.store.load_book()
+        try:
+            self.node.restore(book, self.store.meta("learned") or {})
+            self.node.silences = silences.from_plain(self.store.meta(SILENCES))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:  # of a damaged file, and yet good JSON
+            self.notes.append(f"{self.store.path}: what was learned or silenced cannot be read ({error!r}) and was "
+                              "left out: alerts stay, the rest is learnt anew")
+            self.node.restore(book, {})
         keys: dict[tuple[str, int], tuple[SeriesKey, ...]] = {}
         self._layouts.follow(self.store.last_layout())
         for row in self.store.layouts(but=TRACK):  # of curves there may be hundreds, read when they are drawn
-            keys[(row.track, row.layout)] = series = _series(row)
-            self._layouts.take_back(row.track, series, row.layout, self._monotonic())
+            if series := _series(row):
+                keys[(row.track, row.layout)] = series
+                self._layouts.take_back(row.track, series, row.layout, self._monotonic())
         for res, keep_s in (("coarse", COARSE_KEEP_S), ("raw", RAW_KEEP_S)):
             self.node.windows.restore(_rows(self.store.frames(now - keep_s, res), keys))
 
@@ -773,8 +780,11 @@ def tell_owners(node: Node, collector: Collector) -> None:
 
 
 def _series(row: LayoutRow) -> tuple[SeriesKey, ...]:
-    """What the numbers of a frame mean."""
-    return tuple((n, s, k) for n, s, k in msgspec.json.decode(row.keys_json, type=list[tuple[str, str, str]]))
+    """What the numbers of a frame mean; () where that is damaged, and the frames of it are left out."""
+    try:
+        return tuple(msgspec.json.decode(row.keys_json, type=list[tuple[str, str, str]]))
+    except msgspec.MsgspecError:
+        return ()
 
 
 def _rows(frames: Iterable[FrameRow], keys: Mapping[tuple[str, int], tuple[SeriesKey, ...]]) -> Iterable[Row]:

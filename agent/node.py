@@ -175,8 +175,9 @@ class Node:
         self.marks = {engine: binds.Mark(**told) for engine, told in self.learned.marks.items()}
         self.scaling = {target: scaling.from_plain(told) for target, told in self.learned.scaling.items()}
         configured = {target.name for target in self.setup.targets} | self.learned.found.keys()
-        for name in [n for n in self.learned.targets if n not in configured]:
-            del self.learned.targets[name]
+        for name, known in list(self.learned.targets.items()):
+            if name not in configured or "first_seen_at" not in known:  # without it: a damaged file
+                del self.learned.targets[name]
         for uuid, known in self.learned.gpus.items():
             instances = tuple(MigFacts(*row) for row in known.get("instances", ()))
             self.gpus[uuid] = GpuFacts(uuid, known["index"], known["name"], known["bdf"], known["limit_c"],

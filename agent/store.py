@@ -15,6 +15,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,7 +131,7 @@ class Store:
         self._guard = _claim(path)
         try:
             self._db = self._open()
-            self._load()
+            self._load_or_begin_afresh()
         except BaseException:
             os.close(self._guard)
             raise
@@ -487,7 +488,7 @@ class Store:
         facts: list[_Row] = [("INSERT OR REPLACE INTO meta VALUES(?,?)", item) for item in self._meta.items()]
         self._unsaved = [*facts, *(_notice_row(notice) for notice in owed), *self._unsaved]
 
-    def _move_aside(self, error: sqlite3.DatabaseError) -> None:
+    def _move_aside(self, error: BaseException) -> None:
         aside = self.path.with_name(f"{self.path.name}.broken-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
         for suffix in ("", "-wal", "-shm"):
             part = self.path.with_name(self.path.name + suffix)
@@ -500,8 +501,21 @@ class Store:
         self.notes.append(note)
         log.error("database_moved_aside", path=str(self.path), aside=str(aside), error=str(error))
 
+    def _load_or_begin_afresh(self) -> None:
+        """A file whose pages are in order may hold rows that are not: one that cannot be taken back is moved aside."""
+        try:
+            self._load()
+        except (StoreError, sqlite3.Error, TypeError, ValueError) as error:
+            self._db.close()
+            self._move_aside(error.__cause__ or error)
+            self._meta, self._pending, self._failing_since = {}, defaultdict(dict), {}
+            self._db = self._open()
+            self._load()
+
     def _load(self) -> None:
-        self._meta = dict(self._read("SELECT name, value FROM meta", ()))
+        for name, text in self._read("SELECT name, value FROM meta", ()):
+            if self._decode(text, Any, f"the fact {name}") is not None:
+                self._meta[name] = text
         alerts: dict[AlertKey, Alert] = {}
         for rule, subject, text in self._read("SELECT rule, subject, alert FROM alerts", ()):
             alert = self._decode(text, Alert, f"the alert {rule} of {subject}")
@@ -578,21 +592,30 @@ def _connect(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
     try:
         _prepare(db, path)
+    except UnicodeDecodeError as error:  # SQLite's own words on a damaged schema quote it
+        db.close()
+        raise _damaged("its schema is no text") from error
     except BaseException:
         db.close()
         raise
     return db
 
 
+def _damaged(why: str) -> sqlite3.DatabaseError:
+    """As SQLite says it of a file that is broken."""
+    error = sqlite3.DatabaseError(why)
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    return error
+
+
 def _prepare(db: sqlite3.Connection, path: Path) -> None:
+    db.text_factory = partial(str, encoding="utf-8", errors="replace")  # one bad byte must not make the rest unreadable
     db.execute("PRAGMA journal_mode=WAL")
     db.execute("PRAGMA cache_size=-512")  # KiB: the daemon's memory is one of its features
     db.execute("PRAGMA journal_size_limit=8388608")
     answer = db.execute("PRAGMA quick_check(1)").fetchone()[0]
     if answer != "ok":
-        damaged = sqlite3.DatabaseError(answer)
-        damaged.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-        raise damaged
+        raise _damaged(answer)
     version = db.execute("PRAGMA user_version").fetchone()[0]
     if version > SCHEMA_VERSION:
         raise StoreError(

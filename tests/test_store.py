@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -263,6 +264,45 @@ def test_a_damaged_file_is_moved_aside(store: Store, path: Path, damage: str) ->
     assert str(aside) in note
     again.commit_tick(2.0, book)
     assert reopened(again).load_book() == book
+
+
+def test_a_bit_that_turned_over_costs_its_row_alone(store: Store, path: Path) -> None:
+    """A bad disk made a byte of an alert no text and a fact no JSON. Its pages are in order, so SQLite sees nothing."""
+    store.commit_tick(1.0, Book({("r", str(n)): replace(HOT, rule="r", subject=str(n)) for n in range(3)}), (),
+                      [("hook", message("a"))])
+    store.set_meta("boot", "b1")
+    store.set_meta("learned", {"targets": {}})
+    store.close()
+    raw = sqlite3.connect(path)
+    raw.execute("UPDATE alerts SET alert=CAST(REPLACE(CAST(alert AS BLOB), CAST('firing' AS BLOB), X'66ff') AS TEXT)"
+                " WHERE subject='1'")
+    raw.execute("UPDATE meta SET value='{\"targets\": {' WHERE name='learned'")
+    raw.commit()
+    raw.close()
+    again = Store(path)
+    assert set(again.load_book().alerts) == {("r", "0"), ("r", "2")}
+    assert [notice.message.key for notice in again.owed("hook")] == ["a"]
+    assert (again.meta("boot"), again.meta("learned")) == ("b1", None)
+    assert [note.partition(": ")[2].partition(" cannot")[0] for note in again.notes] == ["the fact learned",
+                                                                                     "the alert r of 1"]
+    again.close()
+
+
+def test_a_row_of_another_kind_moves_the_file_aside(store: Store, path: Path) -> None:
+    """What cannot be read at all must not keep the agent from starting, again and again."""
+    store.commit_tick(1.0, Book(), (), [("hook", message("a"))])
+    store.close()
+    raw = sqlite3.connect(path)
+    raw.execute("ALTER TABLE resolved RENAME COLUMN at TO other")
+    raw.commit()
+    raw.close()
+    again = Store(path)
+    assert again.owed("hook") == []
+    (aside,) = [p for p in path.parent.iterdir() if ".broken-" in p.name]
+    assert any(str(aside) in note for note in again.notes)
+    again.commit_tick(2.0, Book(), (), [("hook", message("b"))])
+    assert [notice.message.key for notice in again.owed("hook")] == ["b"]
+    again.close()
 
 
 def test_a_file_that_breaks_while_in_use_costs_no_alert(store: Store, path: Path) -> None:

@@ -96,7 +96,10 @@ class Fetcher:
     def _follows(self, location: str) -> bool:
         """Follow, and remember, only a slash more or less at the end of the same address: old vLLM wants it so."""
         here = self._request.url or ""
-        there = urljoin(here, location)
+        try:
+            there = urljoin(here, location)
+        except ValueError:  # half an IPv6 address
+            return False
         if not location or there.rstrip("/") != here.rstrip("/") or there == here:
             return False
         self._request.url = there
@@ -285,7 +288,10 @@ class _TimedResponse(http.client.HTTPResponse):
 
 def shown_address(url: str) -> str:
     """An address to show: without user, password and query."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # what a server sends us to may be anything
+        return "an address that is not valid"
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
