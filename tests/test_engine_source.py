@@ -459,6 +459,13 @@ def test_what_is_not_http_is_said(server: PageServer) -> None:
     assert gap_of_kv(batch).why.endswith("fails: no HTTP answer: BadStatusLine")
 
 
+def test_a_redirect_to_what_is_no_address_is_a_gap(server: PageServer, source: EngineSource) -> None:
+    """Half an IPv6 address (found by tests.fuzz): the read failed with a fault of ours."""
+    server.set_page(b"", status=302, headers={"Location": "http://[::1/metrics"})
+
+    assert "it sends us to 'an address that is not valid'" in gap_of_kv(source.read(2.0)).why
+
+
 def test_a_redirect_to_elsewhere_is_not_followed(server: PageServer, source: EngineSource) -> None:
     """An engine's port was taken over by something that sends us to another host, with a secret in the address."""
     with PageServer(PAGE) as elsewhere:
