@@ -317,6 +317,64 @@ def _look(settings: Config, urls: Sequence[str]) -> Any:
         raise Failure(f"tocsin doctor: {fault}") from fault
 
 
+class Profile(StrEnum):
+    """What comes first for an engine."""
+
+    latency = "latency"
+    throughput = "throughput"
+
+
+@app.command()
+def lint(
+    context: typer.Context,
+    urls: Annotated[list[str] | None, typer.Argument(metavar="[URL]...", help="Engines to look at instead.")] = None,
+    profile: Annotated[Profile | None, typer.Option(help="What comes first [default: as configured].")] = None,
+    evidence: Annotated[Path | None, typer.Option(metavar="FILE", help="What no machine sees (docs/lint.md).")] = None,
+    explain: Annotated[int | None, typer.Option(metavar="N", help="Only explain principle N, 1 to 12.")] = None,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Hold the deployment against the twelve design principles.
+
+    Asks the running agent; with URLs, or where none runs, reads the engines by itself. Exit 0 where each principle is
+    kept or nobody can tell, 1 where one is at odds, 3 where no engine could be looked at.
+    """
+    from agent import lint as principles
+    from agent import lint_report
+
+    if explain is not None:
+        try:
+            said = principles.explained(explain)
+        except LookupError as fault:
+            raise Failure(f"tocsin lint: --explain {explain}: {fault}") from fault
+        emit({"number": explain, "principle": said[0].partition(": ")[2], "why": said[1],
+              "section": said[2].partition(": ")[2]}, as_json, lambda: [*said])
+        return
+    answer = _linted(load(chosen(context, config)), urls or (), None if profile is None else profile.value, evidence)
+    emit(answer, as_json, lambda: [*lint_report.report(answer)])
+    raise typer.Exit(1 if answer["verdict"] == "at odds" else UNKNOWN if not answer["engines"] else 0)
+
+
+def _linted(settings: Config, urls: Sequence[str], profile: Any, evidence: Path | None) -> dict[str, Any]:
+    """The contract of `tocsin lint --json`."""
+    from agent import lint as principles
+    from agent import lint_facts
+    from agent.client import AgentError
+    from agent.strict import Unfit
+
+    try:
+        drills = None if urls else drill_commands.runs_readable(settings)
+        looked = lint_facts.look(settings, urls, profile=profile, evidence=evidence, drills=drills)
+    except (Unfit, lint_facts.Unusable) as fault:
+        raise Failure(f"tocsin lint: {fault}") from fault
+    except AgentError as fault:
+        raise Failure(f"tocsin lint: {fault}", UNKNOWN) from fault
+    engines = [{**head, "findings": principles.judge(facts)} for head, facts in looked.engines]
+    words = {one["verdict"] for engine in engines for one in engine["findings"]}
+    worst = min(words, key=principles.WORST_FIRST.__getitem__, default="cannot tell")
+    return {"verdict": worst, "engines": engines, "errors": list(looked.errors)}
+
+
 @alerts_app.callback(invoke_without_command=True)
 def alerts(context: typer.Context, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """List current and past alerts; `alerts stats`: which rules are noise.
@@ -791,6 +849,13 @@ def canary(
         answer["rollback"] = fired = roll_back(plan, answer)
         if fired is not None and not fired["ok"]:
             sys.stderr.write(f"tocsin: the way back FAILED ({fired['how']}): {fired['why']}; roll back by hand\n")
+
+    from agent.lint_facts import note_canary
+
+    row = {"at": answer["ended"], "verdict": answer["verdict"], "old": list(plan.old), "new": list(plan.new)}
+    untold = note_canary(settings.state_dir, row)
+    if untold is not None:
+        sys.stderr.write(f"tocsin: not written down for `tocsin lint`: {untold}\n")
 
     def report() -> Report:
         from agent.show import release_report

@@ -808,7 +808,8 @@ def doctor_report(node: Node, slots: Mapping[str, Slot], mono: float) -> dict[st
                         "kind": facts.kind, "model": facts.model, "build": facts.build,
                         "engines": list(facts.engines), "error": slot.last.error if slot and slot.last else None,
                         "found": [f._asdict() | {"required": f.name in required} for f in facts.found],
-                        "notes": node.advice(target.name),
+                        "notes": node.advice(target.name), "configs": node.learned.configs.get(target.name, []),
+                        "profile": None if target.name in node.learned.found else target.profile,
                         "binds": node.bound_rows(target.name) if target.name in node.scene.targets else [],
                         "facts": node.facts_told(node.scene.targets[target.name]) if target.name in node.scene.targets
                         else {}})

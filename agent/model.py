@@ -119,7 +119,8 @@ class FoundEngine(NamedTuple):
     """An engine that discovery found. `pids`: its processes; `ranks`: process -> rank, where it says so.
 
     `pod`: the uid of the pod that it is, where that is known; `workload`: then its subject is `namespace/workload#n`,
-    with the lowest `n` that is free on this node.
+    with the lowest `n` that is free on this node. `options`: of its command line, without secrets; `version`: as it
+    tells it, "" where it tells none, None where it was not asked.
     """
 
     name: str  # host:port, the subject that it gets
@@ -131,6 +132,8 @@ class FoundEngine(NamedTuple):
     ranks: Mapping[int, int] = {}
     pod: str = ""
     workload: str = ""
+    options: Mapping[str, str] = {}
+    version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

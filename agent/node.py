@@ -58,6 +58,7 @@ from agent.spark import Sparks
 from agent.windows import RAW_KEEP_S, Windows
 
 SETTLED_S = 600.0  # a GPU's memory 10 m after its engine's start is what the engine is meant to use
+CONFIGS_KEPT = 8  # of each engine
 USER_GONE_S = 60.0  # an address of which no prober tells any more
 TOGETHER_S = 300.0  # GPUs that were reset within so long of each other were reset together
 PAGE_SPAN_S = 300.0  # what a page's numbers are means of
@@ -115,6 +116,7 @@ class Learned:
     gpu_state: dict[str, dict[str, float]] = field(default_factory=dict)  # uuid -> what it told of its state, when
     marks: dict[str, dict[str, Any]] = field(default_factory=dict)  # engine -> what binds it since when, a binds.Mark
     scaling: dict[str, dict[str, Any]] = field(default_factory=dict)  # target -> a scaling.Advice
+    configs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # target -> command lines, versions, since
     sourced: dict[str, dict[str, float]] = field(default_factory=dict)  # PromQL or JSON source -> subject -> when told
     patterns: dict[str, list[Any]] = field(default_factory=dict)  # recognised pattern -> [from what, when last]
 
@@ -319,7 +321,19 @@ class Node:
                 self.learned.found.pop(engine.name, None)
             else:
                 self._learn_found(engine, at, by)
+            self._note_config(engine, at)
         self._note_stopping(at)
+
+    def _note_config(self, engine: FoundEngine, at: float) -> None:
+        """Remember with which options and which version an engine runs, since when; of the last few changes."""
+        name = next((target.name for target in self.setup.targets if target.port and target.port == engine.port), None)
+        if name is None or not engine.options or engine.version is None:
+            return
+        now = {"options": dict(engine.options), "version": engine.version}
+        known = self.learned.configs.setdefault(name, [])
+        if not known or {key: known[-1][key] for key in now} != now:
+            known.append({"at": at, **now})
+            del known[:-CONFIGS_KEPT]
 
     def _learn_found(self, engine: FoundEngine, at: float, by: str) -> None:
         name = self._pod_subject(engine) if engine.workload else engine.name

@@ -467,6 +467,17 @@ def past_runs(settings_: Config) -> list[dict[str, Any]]:
         fail(unreadable(daemon.root_of(settings_), error))
 
 
+def runs_readable(settings_: Config) -> list[dict[str, Any]] | None:
+    """One row a run, oldest first; None where this user may not read them, or there is no folder of drilld's."""
+    from drills import daemon, history
+
+    root = daemon.root_of(settings_)
+    try:
+        return history.runs(root) if root.is_dir() or settings_.drills else None
+    except OSError:
+        return None
+
+
 def review(settings_: Config, since: float) -> dict[str, Any]:
     """What `tocsin review` says of the drills since a time (unix seconds): held, missed, verdicts, open actions."""
     from drills import daemon, history

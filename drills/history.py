@@ -49,7 +49,8 @@ def row_of(told: dict[str, Any]) -> dict[str, Any]:
     """The contract's row of a run."""
     times = {name: told.get("times", {}).get(name) for name in ("detect_s", "deliver_s", "mitigate_s", "recover_s")}
     plan = told.get("plan") or {}
-    return {"run": told["run"], "drill": told["drill"]["name"], "verdict": told["verdict"], "why": told["why"],
+    return {"run": told["run"], "drill": told["drill"]["name"], "fault": told["drill"].get("fault"),
+            "verdict": told["verdict"], "why": told["why"],
             "planned": told["planned_at"], "started": told["started_at"], "ended": told["ended_at"],
             "targets": plan.get("targets", []), "times": times}
 

@@ -536,7 +536,7 @@ def test_help_has_one_line_for_each_command(cli: Cli) -> None:
     assert code == 0
     assert set(told) == {"run", "check", "doctor", "alerts", "record", "backtest", "config", "notify", "rules", "drill",
                          "drilld", "report", "review", "silence", "unsilence", "maintenance", "advise", "canary",
-                         "demo", "watch"}
+                         "demo", "watch", "lint"}
     assert not [line for line in lines if line.endswith("...")]
     assert "config check" in told["config"]
     assert "rules list" in told["rules"]

@@ -62,6 +62,9 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.trend": Row("agent.model"),
     "agent.layouts": Row("agent.windows"),
     "agent.advise": Row("agent.words"),
+    "agent.budget": Row("agent.advise"),
+    "agent.lint": Row("agent agent.advise agent.budget agent.words"),
+    "agent.lint_report": Row("agent.words"),
     "agent.facts": Row("agent.binds agent.model agent.signals"),
     "agent.spark": Row("agent.model"),
     "agent.page": Row("agent.binds agent.facts agent.model agent.words", "shlex"),
@@ -200,6 +203,10 @@ MAY_IMPORT: dict[str, Row] = {
         "agent agent.loop agent.model agent.notifiers.channel agent.progress agent.release agent.sources.engine"
         " agent.sources.fetch agent.words", WORLD,
     ),
+    "agent.lint_facts": Row(
+        "agent.client agent.config agent.lint agent.oneshot agent.sources.discovery agent.sources.fetch",
+        "fnmatch msgspec pathlib time yaml",
+    ),
     "agent.show": Row("agent.words", "rich shutil"),
     "agent.advise_commands": Row(
         "agent agent.advise agent.client agent.config agent.oneshot agent.progress agent.show agent.strict",
@@ -229,7 +236,8 @@ MAY_IMPORT: dict[str, Row] = {
         "agent.client agent.progress agent.show agent.words", "json os rich select shutil sys termios time tty"
     ),
     "agent.__main__": Row(
-        "agent agent.advise_commands agent.backtest agent.client agent.config agent.demo.command agent.model"
+        "agent agent.advise_commands agent.backtest agent.client agent.config agent.demo.command agent.lint"
+        " agent.lint_facts agent.lint_report agent.model"
         " agent.notifiers agent.notifiers.trial agent.oneshot agent.postmortem agent.progress agent.record"
         " agent.release_watch agent.show"
         " agent.signals agent.silences agent.sources.nvml agent.strict agent.watch agent.words drills drills.cli"
@@ -354,6 +362,7 @@ CLOCK_READERS = {
     "agent.daemon": "hands the clock to the outbox and the web threads",
     "agent.oneshot": "a check without a running agent",
     "agent.release_watch": "hands the clock to what reads the two groups",
+    "agent.lint_facts": "how long ago things were",
     "agent.record": "stamps what it records",
     "agent.watch": "says when it looked",
     "agent.demo.engine": "tells since when it runs, as every process does",
@@ -467,8 +476,8 @@ def test_the_daemon_stays_small() -> None:
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = done.stderr.split()
     assert "agent.loop" in loaded, done.stdout
-    unwanted = {"agent.__main__", "agent.show", "agent.record", "apprise", "click", "flask", "hypothesis", "pytest",
-                "typer"}
+    unwanted = {"agent.__main__", "agent.budget", "agent.lint", "agent.lint_facts", "agent.lint_report", "agent.show",
+                "agent.record", "apprise", "click", "flask", "hypothesis", "pytest", "typer"}
     assert sorted(unwanted.intersection(loaded)) == []
 
 

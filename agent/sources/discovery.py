@@ -6,6 +6,7 @@ seen; what listens on the others (NCCL, TCPStore, ZMQ) is never touched. Reads /
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -86,6 +87,28 @@ def engine_of(argv: Sequence[str]) -> Named | None:
         port_number = form.default if port is None else int(port)
         return Named(form.kind, port_number, _option(options, form.hosts), is_tls, is_guessed)
     return None
+
+
+SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
+
+
+def options_of(argv: Sequence[str]) -> dict[str, str]:
+    """An engine's options by name without dashes ("" where one has no value), and its model; never a secret."""
+    at = next((after for form in FORMS if (after := _after(argv, form.words)) is not None), None)
+    found: dict[str, str] = {}
+    words = [] if at is None else list(argv[at:])
+    for i, word in enumerate(words):
+        before = words[i - 1] if i else ""
+        if not word.startswith("-"):
+            if not before.startswith("-"):
+                found.setdefault("model", word)
+            continue
+        name, is_joined, value = word.lstrip("-").partition("=")
+        next_ = words[i + 1] if i + 1 < len(words) else "-"
+        name = name.replace("_", "-")
+        if not SECRET.search(name) or name.startswith(("max-", "num-")):  # --max-num-batched-tokens is none
+            found[name] = value if is_joined else "" if next_.startswith("-") and not next_[1:2].isdigit() else next_
+    return found
 
 
 def _after(argv: Sequence[str], words: Sequence[str]) -> int | None:
@@ -252,6 +275,7 @@ class DiscoverySource:
         self._proc, self._every_s, self._clock = proc, every_s, clock
         self._looked_at: float | None = None
         self._asked: dict[tuple[int, int], str | None] = {}  # (port, inode) -> kind, None: no engine
+        self._versions: dict[tuple[int, int], str] = {}  # (port, inode) -> as it was told
 
     def read(self, now: float) -> Batch:
         """Look, if it is time."""
@@ -292,8 +316,10 @@ class DiscoverySource:
             claimed.add(named.port)
             host = open_ports[named.port][0] if is_open else _host(named.host)
             pids = descendants(process.pid, of, self._proc)
-            yield found_engine(host, named.port, named.kind, f"its command line (process {process.pid})", pids=pids,
-                               ranks=ranks_of(pids, of), is_tls=named.is_tls)
+            engine = found_engine(host, named.port, named.kind, f"its command line (process {process.pid})", pids=pids,
+                                  ranks=ranks_of(pids, of), is_tls=named.is_tls)
+            version = self._version(engine, open_ports[named.port][1]) if is_open else None
+            yield engine._replace(options=options_of(process.argv), version=version)
         for port in WELL_KNOWN:
             if port in open_ports and port not in claimed:
                 kind = self._kind_at(port, open_ports[port], of)
@@ -331,6 +357,17 @@ class DiscoverySource:
         found = found_engine(host, named.port, named.kind, how, pids=pids, ranks=ranks, is_tls=named.is_tls)
         return found._replace(port=0, pod=pod)
 
+    def _version(self, engine: FoundEngine, inode: int) -> str | None:
+        """The version of vLLM, asked once a socket; None where it did not answer."""
+        at = (engine.port, inode)
+        if at not in self._versions and engine.kind == "vllm":
+            version = version_at(engine.url)
+            if version is None:
+                return None
+            self._versions = {key: told for key, told in self._versions.items() if key[0] != engine.port}
+            self._versions[at] = version
+        return self._versions.get(at, "")
+
     def _kind_at(self, port: int, where: tuple[str, int], of: Sequence[Process]) -> str | None:
         """Which engine's page stands on a port whose owner cannot be seen. Asked once a socket."""
         address, inode = where
@@ -357,6 +394,21 @@ def kind_of_page(url: str) -> str | None:
         fetcher.close()
     shown = detect([load_map(kind) for kind in KINDS], families)[0]
     return None if shown is None else shown.kind
+
+
+def version_at(url: str) -> str | None:
+    """What vLLM says at /version; "" where it says nothing that can be read, None where nobody answers."""
+    fetcher = Fetcher(f"{url}/version", {"User-Agent": "tocsin"}, connect_s=ASK_S, total_s=ASK_S, limit_bytes=65536)
+    try:
+        answer = fetcher.get()
+        told = json.loads(answer.body) if answer.status == 200 else {}
+        return str(told["version"])[:64] if isinstance(told, dict) and isinstance(told.get("version"), str) else ""
+    except FetchError:
+        return None
+    except ValueError:
+        return ""
+    finally:
+        fetcher.close()
 
 
 def found_engine(host: str, port: int, kind: str, how: str, *, pids: tuple[int, ...] = (),

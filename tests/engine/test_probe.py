@@ -5,8 +5,11 @@ The last story stops the engine.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -18,6 +21,8 @@ from typing import NamedTuple
 
 import pytest
 
+from agent.budget import kv_dtype_bytes, kv_token_bytes, shape_of
+from agent.lint_facts import cache_labels
 from agent.model import Batch, Sample, Signal
 from agent.sources.engine_probe import ProbeSource
 from agent.windows import Windows
@@ -92,6 +97,25 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probed]:
         env = {"PYTHONPATH": f"{plugins}:{ROOT / 'probe'}", "TOCSIN_PROBE_DIR": memory, "TOCSIN_TEST_SLOW": str(slow)}
         with VllmServer(folder / "vllm", "--tensor-parallel-size", "2", "--max-num-seqs", "4", env=env) as server:
             yield Probed(server, Path(memory), slow)
+
+
+def test_lint_s_kv_line_is_the_engine_s_to_the_byte(probed: Probed) -> None:
+    """KV heads × head size: what both ranks hold in bytes is what it tells in tokens × ours; nobody had to be asked."""
+    labels = cache_labels(probed.server.get("/metrics")[1])
+    shape = shape_of(json.loads((probed.server.folder / "model/config.json").read_text()))
+    assert shape is not None
+    token_bytes = kv_token_bytes(shape, kv_dtype_bytes(shape) or 0.0)
+    assert token_bytes == 2 * 2 * 2 * 32 * 2  # key and value, layers, KV heads, head size, BF16
+    assert int(labels["kv_cache_size_tokens"]) * token_bytes == 2 * int(labels["kv_cache_memory_bytes"])
+
+    done = subprocess.run([sys.executable, "-m", "agent", "lint", probed.server.url, "--profile", "throughput",
+                           "--json"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    (engine,) = json.loads(done.stdout)["engines"]
+    found = {one["number"]: one for one in engine["findings"]}
+    assert (engine["version"], found[1]["verdict"], found[2]["verdict"]) == ("0.32.0", "at odds", "kept")
+    assert "--max-num-seqs 4" in found[1]["evidence"][1]
+    assert any("512 bytes of KV cache" in line for line in found[2]["evidence"])
 
 
 @contextmanager

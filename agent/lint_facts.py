@@ -1,0 +1,269 @@
+"""What `tocsin lint` asks the world: the agent or the engines, /proc, the model's folder, the evidence file.
+
+Nothing is changed, and no engine is asked for work. What cannot be had is left out: agent.lint says what would tell.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import yaml
+
+from agent.client import NotPermitted, NotRunning, ask
+from agent.config import Config, address_of, target_name
+from agent.lint import Facts
+from agent.oneshot import doctor
+from agent.sources.discovery import Process, engine_of, options_of, processes, version_at
+from agent.sources.fetch import Fetcher, FetchError, is_local
+
+ROUNDS = 5  # reads of an engine at an address, a second apart
+ASK_S, MOST_BYTES = 3.0, 8 << 20
+CONFIG_BYTES = 1 << 20
+CANARIES, EVIDENCE = "canaries.jsonl", "evidence.yaml"  # in the state folder
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+Profile = Literal["latency", "throughput"]
+
+
+class Unusable(Exception):  # noqa: N818  (it says what is)
+    """The evidence file cannot be used; the text says where and why."""
+
+
+class Looked(NamedTuple):
+    """What was found: facts of each engine with what heads them, and what could not be looked at."""
+
+    engines: Sequence[tuple[Mapping[str, Any], Facts]]
+    errors: Sequence[str]
+
+
+class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What no machine can see, of one engine. Shares are 0 to 1, scores are points of your own evaluation."""
+
+    streamed: float | None = None  # share of the requests
+    outlier_ratio: float | None = None  # largest max ÷ mean of a layer's activations
+    score_before: float | None = None
+    score_after: float | None = None
+
+
+def evidence_in(path: Path, *, must: bool) -> dict[str, Evidence]:
+    """Engine (with * and ?) -> its evidence. `must`: the file has to be there. Raises Unusable."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, PermissionError) as fault:
+        if not must:
+            return {}
+        raise Unusable(f"{path}: {fault.strerror}; name a file that can be read") from fault
+    except (OSError, UnicodeError) as fault:
+        raise Unusable(f"{path}: {fault}") from fault
+    try:
+        return msgspec.convert(yaml.safe_load(text) or {}, dict[str, Evidence])
+    except (yaml.YAMLError, msgspec.ValidationError) as fault:
+        raise Unusable(f"{path}: {fault}; an engine's name, or \"*\", then {', '.join(Evidence.__struct_fields__)}"
+                       ) from fault
+
+
+def look(config: Config, urls: Sequence[str], *, profile: Profile | None = None,
+         evidence: Path | None = None, drills: Sequence[Mapping[str, Any]] | None = None) -> Looked:
+    """Facts of the engines at these addresses, or of those that the agent here watches, or that run here.
+
+    Raises Unusable, agent.strict.Unfit where an address is none, and agent.client.AgentError.
+    """
+    now = time.time()
+    on_file = evidence_in(evidence or config.state_dir / EVIDENCE, must=evidence is not None)
+    checked: Mapping[str, Any] | None = None
+    if urls:
+        told = doctor(config, urls, rounds=ROUNDS)
+    else:
+        try:
+            told, checked = ask(config.socket, "/doctor"), ask(config.socket, "/check")
+        except (NotRunning, NotPermitted):
+            told = doctor(config, [], rounds=ROUNDS)
+    found, errors, here = [], [], processes(Path("/proc"))
+    for target in told["targets"]:
+        if target["error"] or not target["engines"]:
+            errors.append(f"{target['target']}: {target['error'] or 'it tells no engine'}")
+            continue
+        of = _target(target, here, config, profile)
+        for engine in target["engines"]:
+            facts = replace(of, engine=engine, numbers=target["facts"].get(engine) or {}, now=now, evidence=_of_engine(
+                on_file, engine), canaries=canaries(config.state_dir / CANARIES), binds=next(
+                (row for row in target["binds"] if row["engine"] == engine), None))
+            if checked is not None:
+                facts = replace(facts, signals=_rows(checked["signals"], engine, target["target"], told["gpus"]),
+                                drills=drills, changes=changes(target["configs"]),
+                                watched_since=target["configs"][0]["at"] if target["configs"] else None)
+            if checked is not None and not target["configs"]:
+                facts = replace(facts, changes=None)
+            found.append((_head(target, engine), facts))
+    return Looked(found, errors)
+
+
+def _head(target: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    version = target["configs"][-1]["version"] if target["configs"] else version_at(target["url"] or "")
+    return {"engine": engine, "url": target["url"], "kind": target["kind"], "model": target["model"],
+            "version": version or None}
+
+
+def _target(target: Mapping[str, Any], here: Sequence[Process], config: Config, profile: Profile | None) -> Facts:
+    """What all engines of a target share."""
+    url = target["url"] or ""
+    process = _process(url, here)
+    options = target["configs"][-1]["options"] if target["configs"] else None if process is None else options_of(
+        process.argv)
+    served = _json(f"{url}/v1/models")
+    models = served.get("data") if isinstance(served, dict) else None
+    model = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
+    folder = _folder((options or {}).get("model"), model.get("root"), pid=None if process is None else process.pid)
+    context = str(model.get("max_model_len") or (options or {}).get("max-model-len") or "")
+    lost = [found["name"] for found in target["found"] if found["required"] and found["how"] is None
+            and found["code"] != "not_supported"]
+    declared = next((one.profile for one in config.engines if url == one.url or target_name(one) == target["target"]),
+                    None)
+    return Facts(target["target"], target["kind"], profile or declared, options, cache_labels(_text(f"{url}/metrics")),
+                 _config_of(folder), _weights_in(folder),
+                 float(context) if context.isdigit() else None, lost=lost)
+
+
+def _rows(signals: Iterable[Mapping[str, Any]], engine: str, target: str, gpus: Sequence[Mapping[str, Any]],
+          ) -> list[Mapping[str, Any]]:
+    """The rows of `check` that are about this engine, or about what all share."""
+    own, uuids = {engine, target}, {gpu["uuid"] for gpu in gpus}
+    return [row for row in signals if row["subject"] in own or row["subject"] in uuids
+            or str(row["rule"]).startswith(("business-", "user-", "outside-"))]
+
+
+def _of_engine(on_file: Mapping[str, Evidence], engine: str) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for pattern in sorted(on_file, key=lambda pattern: "*" not in pattern):  # what names it comes last
+        if fnmatchcase(engine, pattern):
+            told |= {key: value for key, value in msgspec.structs.asdict(on_file[pattern]).items() if value is not None}
+    return told
+
+
+def changes(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each change of options or version: {"at", "what": in words}."""
+    found = []
+    for before, after in pairwise(configs):
+        said = [] if before["version"] == after["version"] else [
+            f"version {before['version'] or '?'} → {after['version'] or '?'}"]
+        for name in sorted(before["options"].keys() | after["options"].keys()):
+            old, new = before["options"].get(name), after["options"].get(name)
+            if old != new:
+                words = ["absent" if value is None else value or "given" for value in (old, new)]
+                said.append(f"--{name} {words[0]} → {words[1]}")
+        found.append({"at": after["at"], "what": ", ".join(said)})
+    return found
+
+
+def canaries(path: Path) -> list[dict[str, Any]]:
+    """What `tocsin canary` wrote down: {"at", "verdict"} of each; a torn line is left out."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            told = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(told, dict) and isinstance(told.get("at"), int | float) and isinstance(told.get("verdict"), str):
+            found.append(told)
+    return found
+
+
+def note_canary(folder: Path, row: Mapping[str, Any]) -> str | None:
+    """Write down how a canary ended, for lint; why it could not be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / CANARIES).open("a", encoding="utf-8") as out:
+            out.write(json.dumps(row) + "\n")
+    except OSError as fault:
+        return f"{folder / CANARIES}: {fault.strerror}"
+    return None
+
+
+# --- an engine's own word --------------------------------------------------------------------------------------------
+
+
+def cache_labels(page: str) -> dict[str, str]:
+    """The labels of vllm:cache_config_info."""
+    line = next((line for line in page.splitlines() if line.startswith("vllm:cache_config_info{")), "")
+    return dict(_LABEL.findall(line))
+
+
+def _text(url: str) -> str:
+    fetcher = Fetcher(url, {"User-Agent": "tocsin"}, connect_s=ASK_S, total_s=ASK_S, limit_bytes=MOST_BYTES)
+    try:
+        answer = fetcher.get()
+        return answer.body.decode("utf-8", "replace") if answer.status == 200 else ""
+    except (FetchError, ValueError):
+        return ""
+    finally:
+        fetcher.close()
+
+
+def _json(url: str) -> Any:
+    try:
+        return json.loads(_text(url))
+    except ValueError:
+        return None
+
+
+def _process(url: str, here: Sequence[Process]) -> Process | None:
+    """The process of this machine that serves an address of this machine, by its command line."""
+    host, _, port = address_of(url).rpartition(":")
+    if not port.isdigit() or not is_local(host.strip("[]")):
+        return None
+    return next((one for one in here if (named := engine_of(one.argv)) is not None and named.port == int(port)), None)
+
+
+# --- the model's folder ----------------------------------------------------------------------------------------------
+
+
+def _folder(*names: object, pid: int | None) -> Path | None:
+    """The folder of a model, seen from here or from inside its process's own root; None where it cannot be read."""
+    for name in names:
+        if not isinstance(name, str) or not name.startswith("/"):
+            continue
+        inside = [] if pid is None else [Path(f"/proc/{pid}/root{name}")]
+        for folder in (*inside, Path(name)):
+            try:
+                if (folder / "config.json").is_file():
+                    return folder
+            except OSError:
+                continue
+    return None
+
+
+def _config_of(folder: Path | None) -> dict[str, Any] | None:
+    if folder is None:
+        return None
+    try:
+        with (folder / "config.json").open("rb") as file:
+            told = json.loads(file.read(CONFIG_BYTES))
+    except (OSError, ValueError):
+        return None
+    return told if isinstance(told, dict) else None
+
+
+def _weights_in(folder: Path | None) -> float | None:
+    """Bytes of the weights' files; None where there are none."""
+    if folder is None:
+        return None
+    try:
+        for ending in ("*.safetensors", "*.bin"):
+            size = sum(path.stat().st_size for path in folder.glob(ending))
+            if size:
+                return float(size)
+    except OSError:
+        pass
+    return None
