@@ -361,3 +361,14 @@ def test_no_engine_is_taken_for_another(era: str) -> None:
     mine = detect([*others], families)[0]
     passed_on = {"dynamo-worker": {"dynamo-worker"}}.get(era, set())
     assert mine is None or mine.kind in passed_on, mine
+
+
+def test_an_index_and_a_bound_that_are_no_numbers_are_left_out() -> None:
+    """Found by tests.fuzz: each failed the whole read with a fault of ours, at every page."""
+    page = (GOLDEN / "vllm-0.32.txt").read_text()
+    wrong = page.replace('engine="0"', f'engine="{"9" * 5000}"')
+    assert PageReader("t").read(wrong.encode(), "text/plain", T0)
+    for name in ("sglang-0.5.12-tp2", "vllm-0.32", "trtllm-1.1"):
+        page = (GOLDEN / f"{name}.txt").read_text()
+        readings = PageReader("t").read(page.replace('le="0.5"', 'le="5t_llm"').encode(), "text/plain", T0)
+        assert "5t_llm" not in {reading.key for reading in readings}

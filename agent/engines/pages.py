@@ -610,7 +610,7 @@ def _wanted(kinds: tuple[str, ...]) -> frozenset[str]:
 
 def _between(indices: Iterable[str]) -> list[str]:
     """The indices that a gapless count from the first to the last would have, too."""
-    known = {int(index) for index in indices if index.isdigit()}
+    known = {int(index) for index in indices if index.isdecimal() and len(index) < 10}
     if not known or max(known) - min(known) > MOST_ENGINES:
         return []
     return [str(i) for i in range(min(known), max(known)) if i not in known]
@@ -775,8 +775,12 @@ def _from_values(
     unit = (had.alias.unit if isinstance(had, Chosen) else None) or quantity.unit
     if SAMPLES[slot[0]] == "histogram":
         factor = _FACTORS.get(unit, 1.0)
-        if factor != 1.0 and slot[2] not in {"sum", "count", "+Inf"}:
-            slot = (slot[0], slot[1], repr(float(slot[2]) * factor))
+        if slot[2] not in {"sum", "count", "+Inf"}:
+            bound = _number(slot[2])
+            if math.isnan(bound):  # a bucket of no bound is none
+                return
+            if factor != 1.0:
+                slot = (slot[0], slot[1], repr(bound * factor))
         if slot[2] != "sum":
             unit = "1"
     over = _groups(member for member in members if member.is_over)
