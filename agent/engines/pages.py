@@ -501,7 +501,7 @@ class PageReader:
             indices |= set(self._indices)
             indices |= set(_between(indices))
             self.shape = len(indices) > 1 or bool(self.shape)
-        self._indices = tuple(sorted(indices, key=lambda i: (not i.isdigit(), int(i) if i.isdigit() else 0, i)))
+        self._indices = tuple(sorted(indices, key=lambda i: (not _is_index(i), int(i) if _is_index(i) else 0, i)))
         now = dict(self._subjects())
         # The target itself goes on as the subject of all engines together, also where it was the name of the one.
         self._closed = (self._closed | set(before.values())) - set(now.values()) - {self.target}
@@ -608,9 +608,14 @@ def _wanted(kinds: tuple[str, ...]) -> frozenset[str]:
     return spellings(load_map(kind) for kind in kinds)
 
 
+def _is_index(word: str) -> bool:
+    """Whether a label counts engines: a number that somebody may have written."""
+    return word.isdecimal() and len(word) < 10
+
+
 def _between(indices: Iterable[str]) -> list[str]:
     """The indices that a gapless count from the first to the last would have, too."""
-    known = {int(index) for index in indices if index.isdecimal() and len(index) < 10}
+    known = {int(index) for index in indices if _is_index(index)}
     if not known or max(known) - min(known) > MOST_ENGINES:
         return []
     return [str(i) for i in range(min(known), max(known)) if i not in known]
@@ -701,7 +706,7 @@ def _lowest_ranks(members: Iterable[_Member], engine_map: EngineMap) -> list[_Me
             continue
         same = (member.name, member.key, tuple((k, v) for k, v in member.apart if k not in ranks))
         values = [member.series.labels.get(label, "") for label in ranks]
-        rank = tuple((int(v) if v.isdigit() else 0, v) for v in values)
+        rank = tuple((int(v) if _is_index(v) else 0, v) for v in values)
         lowest[same] = min(lowest.get(same, rank), rank)
         ranked.append((member, same, rank))
     return [member for member, same, rank in ranked if same is None or lowest[same] == rank]
