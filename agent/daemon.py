@@ -257,7 +257,9 @@ def serve(agent: Agent, config: Config) -> list[Server]:
     hosts = allowed_hosts(config.listen, config.external_url)
     servers = [serve_unix(make_app(agent, CATALOGUE, time.time, routes=PRIVATE), config.socket)]
     try:
-        site = Site(config.node or "", config.socket.with_name("drilld.sock"), lambda: _page_token(config), CATALOGUE)
+        token = _token_reader(config)
+        agent.other_problems = lambda: _token_problems(token)
+        site = Site(config.node or "", config.socket.with_name("drilld.sock"), token, CATALOGUE)
         public = make_app(agent, CATALOGUE, time.time, routes={**PUBLIC, **make_pages(site)}, hosts=hosts)
         servers.append(serve_tcp(public, config.listen))
     except CannotServe:
@@ -266,16 +268,36 @@ def serve(agent: Agent, config: Config) -> list[Server]:
     return servers
 
 
-def _page_token(config: Config) -> str | None:
-    """The token that the page's forms ask for; None where none is configured, or it cannot be read: read-only."""
-    web = config.web
-    if web.token_file is None and web.token_env is None:
-        return None
+def _token_reader(config: Config) -> Callable[[], str | None]:
+    """Reads the token that the page's forms ask for; None where none is configured. It raises SecretUnreadable.
+
+    It is asked at each poll of a page, and says once in the log what is wrong, until that changes.
+    """
+    web, said = config.web, [""]
+
+    def read() -> str | None:
+        if web.token_file is None and web.token_env is None:
+            return None
+        try:
+            token = read_secret(web.token_file, web.token_env)
+        except SecretUnreadable as error:
+            if said[0] != str(error):
+                said[0] = str(error)
+                log.warning("page_token_unreadable", error=str(error))
+            raise
+        said[0] = ""
+        return token
+
+    return read
+
+
+def _token_problems(read: Callable[[], str | None]) -> list[str]:
+    """For /healthz."""
     try:
-        return read_secret(web.token_file, web.token_env)
+        read()
     except SecretUnreadable as error:
-        log.warning("page_token_unreadable", error=str(error))
-        return None
+        return [f"web: the page is read-only: its token cannot be read: {error}"]
+    return []
 
 
 def run(config: Config, rules: RuleSet, path: Path | None, gpus: Gpus = real_gpus) -> bool:

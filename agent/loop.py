@@ -214,6 +214,7 @@ class Agent:
         self._adopted: dict[str, tuple[str, str]] = {}  # engine that discovery found -> its kind and address
         self.routes: Sequence[Route] = ()
         self.outbox: Outbox | None = None
+        self.other_problems: Callable[[], Sequence[str]] = tuple  # what /healthz tells of parts that are not the loop's
         self._clock, self._monotonic = clock, monotonic
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -579,6 +580,7 @@ class Agent:
         problems += [] if alive else [tick]
         problems += [f"the last tick failed, a fault of Tocsin's: {self._fault}"] if self._fault else []
         problems += [self.store.problem] if self.store.problem else []
+        problems += self.other_problems()
         problems += [] if channels else ["no channel is configured under `notify:`: nobody is told of an alert"]
         with self._lock:
             unknown = [f"{s.id} of {s.subject}: {s.why}" for s in self.node.signals.values() if s.state == "gap"]

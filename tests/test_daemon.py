@@ -17,10 +17,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from agent import client
 from agent.config import Config, EngineConfig, load_all
-from agent.daemon import DATABASE, build, setup_of, sources_of, try_places
+from agent.daemon import DATABASE, build, serve, setup_of, sources_of, try_places
 from agent.model import AlertMessage, Book
 from agent.notifiers import owed_to
 from agent.signals import CATALOGUE
@@ -430,3 +431,27 @@ def test_without_nvml_no_gpu_is_awaited() -> None:
     assert sources_of(config, {}) == []
     assert not setup_of(config, ()).watches_gpus
     assert [s.name for s in sources_of(Config(node="n"), {})] == ["nvml", "nvml_events", "gpu_devices", "kernel_log"]
+
+
+def test_a_page_token_that_cannot_be_read_is_a_problem_and_logged_once(tmp_path: Path) -> None:
+    """Each poll of an open page wrote the same line; /healthz said that all is well."""
+    path, secret = tmp_path / "tocsin.yaml", tmp_path / "page-token"
+    path.write_text(json.dumps({**QUIET, "state_dir": str(tmp_path), "socket": str(tmp_path / "agent.sock"),
+                                "listen": "127.0.0.1:0", "web": {"token_file": str(secret)}}))
+    config, rules = load_all(path, {}, CATALOGUE)
+    agent = build(config, rules)
+    servers = serve(agent, config)
+    try:
+        with capture_logs() as logged:
+            for _ in range(3):
+                (said,) = (one for one in agent.healthz()[1]["problems"] if "token" in one)
+                assert said.startswith(f"web: the page is read-only: its token cannot be read: {secret}")
+            secret.write_text("correct horse\n")
+            assert not any("token" in one for one in agent.healthz()[1]["problems"])
+            secret.write_text("")
+            assert any("is empty" in one for one in agent.healthz()[1]["problems"])
+        assert [one["event"] for one in logged] == ["page_token_unreadable"] * 2
+    finally:
+        for server in servers:
+            server.close()
+        agent.store.close()

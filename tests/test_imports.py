@@ -169,9 +169,9 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.web.metrics": Row("agent.model", "prometheus_client"),
     "agent.web.glance": Row("agent.model agent.words"),
     "agent.web.pages": Row(
-        "agent agent.client agent.forms agent.model agent.postmortem agent.strict agent.web agent.web.app"
+        "agent agent.client agent.config agent.forms agent.model agent.postmortem agent.strict agent.web agent.web.app"
         " agent.web.glance agent.web.plot agent.words",
-        "importlib jinja2 markdown_it markupsafe pathlib threading time hmac",
+        "http hmac importlib jinja2 markdown_it markupsafe pathlib structlog threading time",
     ),
     "agent.web.plot": Row("agent agent.forms agent.words", "xml.etree"),
     "agent.web.server": Row("", WORLD),

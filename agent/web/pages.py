@@ -12,16 +12,21 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import structlog
+
 from agent import client, words
+from agent.config import SecretUnreadable
 from agent.model import SignalSpec
 from agent.strict import Unfit, duration_s
 from agent.web import app, glance
 from agent.web.app import OK, BadRequest, Handler, Reply, Request, Routes
 
+log = structlog.get_logger()
 HTML = "text/html; charset=utf-8"
 PAGE = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
         " form-action 'self'; base-uri 'none'; frame-ancestors 'none'")
@@ -36,7 +41,7 @@ LIVE = "5 s"
 BY_PAGE = "the page's token"
 DRILLD_FRESH_S = 5.0
 DRILLD_S = 2.0  # drilld answers a page within this, or the page says that it does not
-WRONG_TOKEN_S = 1.0  # what a wrong token costs all who try
+WRONG_TOKEN_S = 1.0  # wrong tokens are logged once in so long
 MOST_DRAWN = 64  # views that are remembered: some megabytes of signals' pages and plots at most
 SHOWN_RUNS = 50
 SHOWN_INCIDENTS = 50
@@ -49,7 +54,10 @@ VERDICTS = {"PASS": "ok", "FAIL": "breach", "ORPHANED": "breach", "INCONCLUSIVE"
 
 
 class Site(NamedTuple):
-    """What the pages need beside the agent: its node's name, drilld's socket, the token (None: read-only)."""
+    """What the pages need beside the agent: its node's name, drilld's socket, the token.
+
+    `token` gives None where none is configured, and raises SecretUnreadable; the page is read-only in both cases.
+    """
 
     node: str
     drilld: Path
@@ -74,19 +82,19 @@ class _Views:
         self._lock = threading.Lock()
         self._environment: Any = None
         self._drawn: dict[tuple[str, bool], tuple[object, Reply]] = {}
-        self._asking = threading.Lock()
+        self.asking = threading.Lock()  # whoever asks drilld holds it
         self._drilld = Drilld(why="The drill daemon has not answered yet.")
         self._asked_at = -DRILLD_FRESH_S
 
     def drilld(self) -> Drilld:
         """What drilld tells, at most 5 s old. One asks, and the others get the last: it may hang, /livez must not."""
-        if self._asking.acquire(blocking=False):
+        if self.asking.acquire(blocking=False):
             try:
                 if time.monotonic() - self._asked_at >= DRILLD_FRESH_S:
                     self._drilld = _ask_all(self.site.drilld)
                     self._asked_at = time.monotonic()
             finally:
-                self._asking.release()
+                self.asking.release()
         return self._drilld
 
     def forget(self) -> None:
@@ -321,18 +329,22 @@ def _postmortem(views: _Views, request: Request) -> Reply:
     """The draft of an incident's postmortem, as `tocsin report incident` writes it; `?format=` to take it along."""
     from agent import postmortem
 
-    told = request.view.incident_told(request.rest)
-    if told is None:
-        return app.plain_text("404 Not Found", f"there is no incident {request.rest!r}; /incidents lists them")
     form = request.query.get("format")
-    if form is None:
+    if form is not None and form not in postmortem.FORMATS:
+        raise BadRequest(f"format={form}: there are {', '.join(postmortem.FORMATS)}")
+
+    def make() -> Reply:
+        told = request.view.incident_told(request.rest)
+        if told is None:
+            return app.plain_text("404 Not Found", f"there is no incident {request.rest!r}; /incidents lists them")
+        if form is not None:
+            return Reply(OK, FORMS[form], postmortem.render(told, form).encode(), REPORT)
         name = told["incident"]["id"]
         return _page(views.draw("postmortem.html.j2", request, here="/incidents", forms=list(postmortem.FORMATS),
                                 text=_rendered(postmortem.render(told, "md")), href=glance.link("incidents", name),
                                 command=f"tocsin report incident {name}", title=f"{name} · Tocsin"))
-    if form not in postmortem.FORMATS:
-        raise BadRequest(f"format={form}: there are {', '.join(postmortem.FORMATS)}")
-    return Reply(OK, FORMS[form], postmortem.render(told, form).encode(), REPORT)
+
+    return views.each_tick(f"/incidents/{request.rest} {form or ''}", request, make)
 
 
 def _rules(views: _Views, request: Request) -> Reply:
@@ -390,7 +402,7 @@ def _silences_page(views: _Views, request: Request, form: Mapping[str, str], no:
     expected = [{**row(one), "rules": ", ".join(one["rules"])} for one in told["expected"] if one["rules"]]
     return views.draw(
         "silences.html.j2", request, here="/silences", live=live, title=f"Silences · {views.site.node} · Tocsin",
-        can_act=views.site.token() is not None, no=no, spans=SILENCE_SPANS,
+        can_act=not (read_only := _token_of(views.site)[1]), read_only=read_only, no=no, spans=SILENCE_SPANS,
         form={key: form.get(key, "") for key in ("rule", "subject", "for", "why", "by")},
         rules=sorted(rule.id for rule in request.view.rules()), silences=[row(one) for one in told["silences"]],
         expected=expected, ended=[row(one) for one in told["ended"][:SHOWN_ENDED]])
@@ -409,7 +421,7 @@ def _silence(views: _Views, request: Request) -> Reply:
     def refuse(why: str, status: str) -> Reply:
         return _page(_silences_page(views, request, form, ("Not silenced", why)), status)
 
-    no = refused(views.site.token, form.get("token", ""))
+    no = refused(views.site, form.get("token", ""))
     if no is not None:
         return refuse(no, "403 Forbidden")
     try:
@@ -429,7 +441,7 @@ def _unsilence(views: _Views, request: Request) -> Reply:
     def refuse(why: str, status: str) -> Reply:
         return _page(_silences_page(views, request, {}, ("Not ended", why)), status)
 
-    no = refused(views.site.token, form.get("token", ""))
+    no = refused(views.site, form.get("token", ""))
     if no is not None:
         return refuse(no, "403 Forbidden")
     try:
@@ -455,13 +467,17 @@ def _ask(drilld: Path, path: str, method: str = "GET", body: Any = None) -> tupl
     """drilld's answer, or None and why there is none."""
     try:
         return client.ask(drilld, path, method, body, answer_s=DRILLD_S), ""
-    except client.NotRunning:
-        return None, f"No drill daemon answers on {drilld}; `systemctl start tocsin-drilld` starts it."
-    except client.NotPermitted:
-        return None, f"The drill daemon on {drilld} is another user's, and does not answer to this agent's."
-    except client.AgentError as error:
+    except (client.NotRunning, client.AgentError) as error:
+        return None, _why_not(drilld, error)
+
+
+def _why_not(drilld: Path, error: Exception) -> str:
+    if isinstance(error, client.NotPermitted):
+        return f"The drill daemon on {drilld} is another user's, and does not answer to this agent's."
+    if isinstance(error, client.AgentError):
         how = f"it answered {error.status}" if error.status else "no answer in time"
-        return None, f"The drill daemon tells nothing: {how}; `journalctl -u tocsin-drilld` has more."
+        return f"The drill daemon tells nothing: {how}; `journalctl -u tocsin-drilld` has more."
+    return f"No drill daemon answers on {drilld}; `systemctl start tocsin-drilld` starts it."
 
 
 def _ask_all(drilld: Path) -> Drilld:
@@ -480,7 +496,7 @@ def _drills(views: _Views, request: Request) -> Reply:
     told = views.drilld()
     return _page(views.draw(
         "drills.html.j2", request, here="/drills", live=LIVE, why=told.why, run=told.run,
-        can_act=views.site.token() is not None, drills=[_drill(row, told.runs) for row in told.drills],
+        can_act=not _token_of(views.site)[1], drills=[_drill(row, told.runs) for row in told.drills],
         runs=[_run(run) for run in told.runs[:SHOWN_RUNS]], title=f"Drills · {views.site.node} · Tocsin"))
 
 
@@ -505,18 +521,26 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _report(views: _Views, request: Request) -> Reply:
-    """A drill's postmortem, as drilld wrote it."""
+    """A drill's postmortem, as drilld wrote it. One asks at a time, and the others are told so at once."""
+    none = app.plain_text("404 Not Found", f"There is no such run: {request.rest!r}; /drills lists them.")
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", request.rest):
-        return app.plain_text("404 Not Found", f"{request.rest!r} is no run; /drills lists them")
-    told, why = _ask(views.site.drilld, f"/runs/{request.rest}/report?format=html")
-    if told is None:
-        return app.plain_text("404 Not Found", why)
+        return none
+    if not views.asking.acquire(blocking=False):
+        return app.plain_text("503 Service Unavailable", "The drill daemon is being asked; try again in a moment.")
+    try:
+        told = client.ask(views.site.drilld, f"/runs/{request.rest}/report?format=html", answer_s=DRILLD_S)
+    except (client.NotRunning, client.AgentError) as error:
+        if getattr(error, "status", None) == HTTPStatus.NOT_FOUND:
+            return none
+        return app.plain_text("503 Service Unavailable", _why_not(views.site.drilld, error))
+    finally:
+        views.asking.release()
     return Reply(OK, HTML, str(told["text"]).encode(), REPORT)
 
 
 def _abort(views: _Views, request: Request) -> Reply:
     """End the drill that is under way, for who has the token."""
-    no = refused(views.site.token, request.form().get("token", ""))
+    no = refused(views.site, request.form().get("token", ""))
     if no is not None:
         return _said(views, request, "Not aborted", no, "403 Forbidden")
     told, why = _ask(views.site.drilld, "/abort", "POST", {"by": BY_PAGE})
@@ -534,22 +558,34 @@ def _said(views: _Views, request: Request, heading: str, text: str, status: str 
 
 
 _guessing = threading.Lock()
-_guessed_at = -WRONG_TOKEN_S  # monotonic, when a wrong token was last given
+_guessed_at = -WRONG_TOKEN_S  # monotonic, when a wrong token was last logged
 
 
-def refused(token: Callable[[], str | None], given: str) -> str | None:
-    """Why a form with this token may do nothing; None where it may. After a wrong one none is looked at for a second.
+def _token_of(site: Site) -> tuple[str, str]:
+    """The token, and why there is none: this page is read-only."""
+    try:
+        token = site.token()
+    except SecretUnreadable as error:
+        return "", f"This page is read-only: its token cannot be read: {error}."
+    if token is None:
+        return "", "This page is read-only: `web.token_file` in tocsin.yaml names the file of a token that allows more."
+    return token, ""
 
-    Nobody waits here: whoever guesses must not hold the threads that answer /livez.
+
+def refused(site: Site, given: str) -> str | None:
+    """Why a form with this token may do nothing; None where it may: the right one always, whoever guesses beside it.
+
+    Nobody waits here: whoever guesses must not hold the threads that answer /livez. Guesses are logged, one a second.
     """
     global _guessed_at
-    wanted = token()
-    if wanted is None:
-        return "This page is read-only: `web.token_file` in tocsin.yaml names the file of a token that allows more."
+    wanted, read_only = _token_of(site)
+    if read_only:
+        return read_only
+    if hmac.compare_digest(wanted.encode(), given.encode()):
+        return None
     with _guessing:
-        if time.monotonic() - _guessed_at < WRONG_TOKEN_S:
-            return "A wrong token was given a moment ago; try again in a second."
-        if hmac.compare_digest(wanted.encode(), given.encode()):
-            return None
-        _guessed_at = time.monotonic()
+        now = time.monotonic()
+        if now - _guessed_at >= WRONG_TOKEN_S:
+            _guessed_at = now
+            log.warning("page_token_wrong", text="a form of the page came with a wrong token")
     return "That is not the token of `web.token_file`."
