@@ -106,13 +106,15 @@ class StoreError(Exception):
 
 class NotSaved(StoreError):  # noqa: N818  (it says what happened)
     """A transaction failed (disk full, read-only). Its transitions and notices are kept and are written next time:
-    do not hand them in again. The book is compared afresh at each commit; only window frames are lost."""
+    do not hand them in again. The book is compared afresh at each commit; window frames are lost but the last
+    tick's."""
 
 
 class Store:
     """The agent's memory on disk. Safe to use from several threads; one process at a time holds the file.
 
-    `notes` tells what was lost or moved while opening; `problem` is the last failure to write, None once it works.
+    `notes` tells what was lost or moved while opening; `problem` is the last failure to write, None once all that
+    failed is saved: on a full disk a small fact may still fit where a tick does not.
     """
 
     def __init__(self, path: Path) -> None:
@@ -122,6 +124,7 @@ class Store:
         self.problem: str | None = None
         self._lock = threading.RLock()
         self._unsaved: list[_Row] = []
+        self._left: list[_Row] | None = None  # the frames of the last tick that could not be saved; None: it was saved
         self._saved = Book()
         self._pending: dict[str, dict[int, Notice]] = defaultdict(dict)
         self._counts: dict[str, Counter[str]] = defaultdict(Counter)
@@ -417,29 +420,36 @@ class Store:
     def _save(self, durable: list[_Row], soft: Sequence[_Row], book: Book | None = None, *, sync: bool = False) -> None:
         """One transaction: what still waits, `durable`, `soft`, and what is new in `book`.
 
-        On failure `durable` waits for the next time; `soft` is lost.
+        On failure `durable` waits for the next time; of `soft` only what belongs to a tick, until the next one.
         """
         if self._guard < 0:
             raise NotSaved(f"{self.path}: closed; what was done since is done again after the restart")
         self._unsaved += durable
+        left = self._left or [] if book is not None else []
         try:
             try:
-                self._write([*self._unsaved, *soft, *_book_rows(self._saved, book)], sync=sync or bool(self.problem))
+                self._write([*self._unsaved, *left, *soft, *_book_rows(self._saved, book)],
+                            sync=sync or bool(self.problem))
             except sqlite3.DatabaseError as error:
                 if _code(error) not in _BROKEN:
                     raise
                 self._begin_afresh(error)
-                self._write([*self._unsaved, *soft, *_book_rows(self._saved, book)], sync=True)
+                self._write([*self._unsaved, *left, *soft, *_book_rows(self._saved, book)], sync=True)
         except (sqlite3.OperationalError, StoreError) as error:
             self.problem = _unsaved_text(self.path, error)
+            if book is not None:
+                self._left = list(soft) or left
             raise NotSaved(self.problem) from error
         except Exception:
             # A row that SQLite cannot take is a fault of ours: it must not come back with every later tick.
             del self._unsaved[len(self._unsaved) - len(durable) :]
             raise
-        self.problem = None
         self._unsaved.clear()
-        self._saved = book or self._saved
+        if book is not None:
+            self._left = None
+            self._saved = book
+        if self._left is None:
+            self.problem = None
 
     def _write(self, rows: Sequence[_Row], *, sync: bool) -> None:
         if not rows:

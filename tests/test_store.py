@@ -359,6 +359,28 @@ def test_a_full_disk_does_not_silence_a_page(store: Store) -> None:
     again.close()
 
 
+def test_a_small_write_that_fits_does_not_hide_that_ticks_are_not_saved(store: Store) -> None:
+    """On the full disk a fact and a short tick still fit; what is said ends when the tick's own frames are saved."""
+    fill(store)
+    frames = [FrameRow("t", 1.0, 7, bytes(40000))]
+    for now in (1.0, 2.0):
+        with pytest.raises(NotSaved, match="the disk is full"):
+            store.commit_tick(now, Book(), frames=[frames[0]._replace(at=now)])
+        store.set_meta("learned", now)  # fits
+        assert "the disk is full" in (store.problem or "")
+    with pytest.raises(NotSaved, match="the disk is full"):
+        store.commit_tick(3.0, Book())  # it has nothing to save but what the one before it left
+    free(store)
+    store.set_meta("learned", 3.0)
+    assert "the disk is full" in (store.problem or "")
+    store.commit_tick(4.0, Book())
+    assert store.problem is None
+    again = reopened(store)
+    assert again.meta("learned") == 3.0
+    assert [row.at for row in again.frames(0.0)] == [2.0]
+    again.close()
+
+
 def test_a_row_that_cannot_be_stored_spoils_one_tick_only(store: Store) -> None:
     """A label held half a surrogate pair: that commit fails aloud, its page goes out, and the next one works."""
     bad = replace(HOT, subject="\ud800")
@@ -370,14 +392,14 @@ def test_a_row_that_cannot_be_stored_spoils_one_tick_only(store: Store) -> None:
 
 
 def test_layouts_outlive_a_full_disk(store: Store) -> None:
-    """The frames of the full hours are lost, but those after it must be readable: their layout was told once."""
+    """Of the full hours the last frames are kept, and those after it must be readable: their layout was told once."""
     fill(store)
     with pytest.raises(NotSaved):
         store.commit_tick(1.0, Book(), frames=[FrameRow("t", 1.0, 7, b"x")], layouts=[LayoutRow("t", 7, "k" * 40000)])
     free(store)
     store.commit_tick(2.0, Book(), frames=[FrameRow("t", 2.0, 7, b"y")])
     again = reopened(store)
-    assert [row.blob for row in again.frames(0.0)] == [b"y"]
+    assert [row.blob for row in again.frames(0.0)] == [b"x", b"y"]
     assert [row.layout for row in again.layouts()] == [7]
     again.close()
 
