@@ -179,10 +179,10 @@ def direction(facts: Facts) -> Verdict:
                       would_tell=f"engines: [{{name: {facts.engine}, url: …, profile: latency}}] in tocsin.yaml"
                                  " (or throughput), or --profile latency")
     if facts.options is None:
-        return cannot(f"declared: {facts.profile}; {NO_OPTIONS}", would_tell=SEE_OPTIONS)
+        return cannot(f"profile: {facts.profile}; {NO_OPTIONS}", would_tell=SEE_OPTIONS)
     most, flag = sequences(facts), "--max-num-seqs" if facts.kind == "vllm" else "its number of sequences at once"
     said = f"{flag} {most:.0f}" if most is not None else f"{flag} is not given: the engine's own default, 128 or more"
-    declared = f"declared: {facts.profile}"
+    declared = f"profile: {facts.profile}"
     if facts.profile == "latency":
         if most is None or most > LATENCY_SEQS:
             return at_odds([declared, f"{said}; the table says 16 to {LATENCY_SEQS}"],
