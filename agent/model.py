@@ -348,12 +348,12 @@ SAMPLES: Mapping[str, Kind] = {
     "external_hits": "counter",  # tokens that came from outside the engine's own cache
     "kv_up": "counter",  # moved into GPU memory from below, in the engine's own unit (bytes or tokens)
     "kv_down": "counter",  # the other way
-    "kv_up_seconds": "counter",  # s that moving up took
+    "kv_up_seconds": "counter",  # s that moving up took; key: "rank" of one, "" all ranks' added
     "expert_balance_sum": "counter",  # of mean ÷ largest load of an expert's GPU, a pass
     "expert_balance_count": "counter",  # passes
     "prefill_seconds": "counter",  # s of prefill of requests that have finished
     "prefill_count": "counter",
-    "weight_updates": "counter",  # finished transfers of new weights (subject: target)
+    "weight_updates": "counter",  # new weights taken (subject: target); key: the operation that says so
     # of a PromQL or JSON source (subject: its name, with labels where its query gives several series)
     "sourced": "gauge",
     "sourced_1d": "gauge",  # the same a day ago

@@ -394,7 +394,12 @@ class Node:
         self.setup = replace(self.setup, targets=(*others, target))
 
     def drop_target(self, name: str) -> None:
-        """A target that discovery saw end."""
+        """A target that discovery saw end; with it end the series of sources that a label says are its own."""
+        words = {f'"{word}"' for target in self.setup.targets if target.name == name
+                 for word in (name, target.address) if word}
+        for told in self.learned.sourced.values():
+            for series in [s for s in told if any(word in s for word in words)]:
+                del told[series]
         self.setup = replace(self.setup, targets=tuple(t for t in self.setup.targets if t.name != name))
         self.learned.found.pop(name, None)
         self.facts.pop(name, None)

@@ -7,6 +7,7 @@ or JSON source of a certain name (agent.patterns.FEEDS); where there is none it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from agent.model import Gap, Sample, Signal, SubjectKind, Why
@@ -23,6 +24,7 @@ LEAST_MEAN = 20.0  # requests that a mean is made of, at least
 LEAST_WAITING = 4.0  # fewer requests between two stages are none that pile up
 RISING = 8.0  # requests held by which the floor must rise
 ROOM = 0.5  # of its KV cache in use: a pool under that has room
+LOADED_S = 120.0  # after the first page of an engine that has just loaded its weights
 FAR_SHARE = 0.5  # of the prompt's tokens from elsewhere: a decode engine
 
 
@@ -44,16 +46,33 @@ def groups(ask: Ask) -> dict[str, list[tuple[Target, str]]]:
 
 
 def fed(ask: Ask, source: str) -> dict[str, float] | Signal | None:
-    """The series of a source that has this name, or why there are none; None: nobody has configured one."""
+    """The series of a source that has this name, or why one is not told; None: nobody has configured one.
+
+    What was told within a day is a member: were it left out, the rest would resolve an alert, or fire it.
+    """
     subjects = ask.scene.sourced.get(source)
     if subjects is None:
         return None
-    told = {s: ask.windows.latest(s, "sourced", ask.now) for s in subjects}
-    values = {s: got.value for s, got in told.items() if isinstance(got, Sample)}
-    if values:
-        return values
-    gap = next(got for got in told.values() if not isinstance(got, Sample))
-    return ask.gap(gap.code, f"the source {source}: {gap.why}")
+    values: dict[str, float] = {}
+    for subject in subjects:
+        got = ask.windows.latest(subject, "sourced", ask.now)
+        if not isinstance(got, Sample):
+            member = "" if subject == source else f"{subject}: "
+            return ask.gap(got.code, f"the source {source}: {member}{got.why}")
+        values[subject] = got.value
+    return values
+
+
+def untold_of(ask: Ask, group: list[tuple[Target, str]], *names: str) -> Signal | None:
+    """The first engine of a group that does not tell one of these numbers: without it the rest decide nothing."""
+    for target, engine in group:
+        for name in names:
+            tellers = ask.scene.tellers(target, name)
+            by = engine if engine in tellers or not tellers else tellers[0]
+            gap = ask.windows.problem(by, name, ask.now)
+            if gap is not None:
+                return ask.gap(gap.code, f"{by}: {gap.why}")
+    return None
 
 
 def untold(ask: Ask, why: str, source: str) -> Signal:
@@ -134,11 +153,9 @@ def cold_ttft(ask: Ask) -> Signal:
 
 
 def hit_ratio(ask: Ask, target: Target, engine: str) -> float | None:
-    """Prefix-cache hits ÷ lookups of one engine over the window; None: too few, or not told."""
+    """Prefix-cache hits ÷ lookups of one engine over the window; None: too few."""
     tellers = ask.scene.tellers(target, "prefix_queries")
     by = engine if engine in tellers or not tellers else tellers[0]
-    if ask.windows.problem(by, "prefix_queries", ask.now) or ask.windows.problem(by, "prefix_hits", ask.now):
-        return None
     queries, hits = (ask.windows.increase(by, name, ask.start()) for name in ("prefix_queries", "prefix_hits"))
     return hits / queries if queries >= (ask.rule.min_count or 1) else None
 
@@ -147,6 +164,8 @@ def cache_spread(ask: Ask) -> Signal:
     """How far the prefix-cache hit ratios of replicas of one model are apart."""
     found: list[tuple[float, Mapping[str, float]]] = []
     for group in groups(ask).values():
+        if len(group) > 1 and (lost := untold_of(ask, group, "prefix_queries", "prefix_hits")) is not None:
+            return lost
         rates = {e: rate for t, e in group if (rate := hit_ratio(ask, t, e)) is not None}
         if len(rates) > 1:
             found.append((max(rates.values()) - min(rates.values()), rates))
@@ -234,20 +253,19 @@ def pipeline_bubble(ask: Ask) -> Signal:
 def members_missing(ask: Ask) -> Signal:
     """Engines or ranks of a target that were there, or must be there by their numbers, and are not told now."""
     assert ask.target is not None  # noqa: S101
-    missing, told = list[str](), 0
-    for engine in ask.target.engines:
-        alive = isinstance(ask.windows.latest(engine, "running", ask.now), Sample)
-        told += alive
-        if not alive:
-            missing.append(f"engine {engine}")
-    if not told:
+    alive = [e for e in ask.target.engines if isinstance(ask.windows.latest(e, "running", ask.now), Sample)]
+    missing = [f"engine {e}" for e in ask.target.engines if e not in alive]
+    if not alive:
         return ask.idle("the target as a whole does not answer: engine-down tells")
     numbers = sorted(int(e.rpartition("/")[2]) for e in ask.target.engines
                      if e != ask.target.name and e.rpartition("/")[2].isdecimal())
-    missing += [f"engine index {n}" for n in range(numbers[-1] if numbers else 0) if n not in numbers]
+    missing += [f"engine index {n}" for n in range(numbers[0], numbers[-1]) if n not in numbers] if numbers else []
     ranks = 0
-    for engine in ask.target.engines:
-        known, there, size = _ranks(ask, engine)
+    for engine in alive:
+        told = _ranks(ask, engine)
+        if isinstance(told, Gap):
+            return ask.gap(told.code, f"the ranks of {engine}: {told.why}")
+        known, there, size = told
         ranks += len(known)
         missing += [f"rank {rank} of {engine}" for rank in sorted(known - there)]
         if len(known) < size:
@@ -259,14 +277,21 @@ def members_missing(ask: Ask) -> Signal:
     return ask.value(float(len(missing)), evidence={"text": text, "missing": missing})
 
 
-def _ranks(ask: Ask, engine: str) -> tuple[Set[str], Set[str], int]:
-    """(ranks that were ever told, those told now, how many there must be)."""
+def _ranks(ask: Ask, engine: str) -> tuple[Set[str], Set[str], int] | Gap:
+    """(ranks that were ever told, those told now, how many there must be); a Gap: whoever told them is lost.
+
+    The group may have been restarted with fewer: a rank beyond its size is not missing.
+    """
     for name in ("probe_rank_seconds", "rank_seconds"):
         known = set(ask.windows.keys(engine, name))
         if known:
-            size = ask.windows.latest(engine, "probe_tp_size", ask.now)
-            there = set() if ask.windows.problem(engine, name, ask.now, "") else ask.windows.keys_now(engine, name)
-            return known, there, int(size.value) if isinstance(size, Sample) else 0
+            gap = ask.windows.problem(engine, name, ask.now, "")
+            if gap is not None:
+                return gap
+            told = ask.windows.latest(engine, "probe_tp_size", ask.now)
+            size = int(told.value) if isinstance(told, Sample) else 0
+            gone = {rank for rank in known if size and rank.isdecimal() and int(rank) >= size}
+            return known - gone, ask.windows.keys_now(engine, name), size
     return set(), set(), 0
 
 
@@ -398,9 +423,14 @@ def pool_ratio(ask: Ask) -> Signal:
     for target in ask.scene.targets.values():
         role = role_of(ask, target)
         for engine in target.engines if role else ():
-            waiting, kv = (ask.windows.latest(engine, name, ask.now) for name in ("waiting", "kv_usage"))
-            if isinstance(waiting, Sample) and isinstance(kv, Sample):
-                pools[role].append((waiting.value, kv.value))
+            if ask.scene.sleeps(engine):
+                continue
+            waiting, kv = ask.latest("waiting", engine), ask.latest("kv_usage", engine)
+            if isinstance(waiting, Signal):
+                return waiting
+            if isinstance(kv, Signal):
+                return kv
+            pools[role].append((waiting.value, kv.value))
     if not all(pools.values()):
         lacks = " and no ".join(role for role, known in pools.items() if not known)
         return ask.gap(Why.MISSING, f"no {lacks} engine is seen from here: name both pools under engines: on one"
@@ -450,6 +480,15 @@ def first_output_elsewhere(ask: Ask) -> Signal:
 # --- 7: tiers of cache ------------------------------------------------------------------------------------------------
 
 
+def rank_count(ask: Ask, engine: str) -> int:
+    """How many ranks an engine has: as its probe tells, else its share of its target's GPUs; 0: not known."""
+    assert ask.target is not None  # noqa: S101
+    size = ask.windows.latest(engine, "probe_tp_size", ask.now)
+    if isinstance(size, Sample) and size.value >= 1:
+        return int(size.value)
+    return len(ask.target.gpus) // len(ask.target.engines)
+
+
 def promotion_busy(ask: Ask) -> Signal:
     """Share of time in which KV blocks are moved up into GPU memory."""
     assert ask.target is not None  # noqa: S101
@@ -463,7 +502,12 @@ def promotion_busy(ask: Ask) -> Signal:
             return young
         start = ask.start()
         watched_s = ask.windows.watched_s(engine, "kv_up_seconds", start)
-        busy = max(busy, ask.windows.increase(engine, "kv_up_seconds", start) / max(watched_s, 1.0))
+        took = ask.windows.increases(engine, "kv_up_seconds", start)
+        ranks = 1 if "rank" in took else rank_count(ask, engine)
+        if not ranks:
+            return ask.gap(Why.MISSING, f"{engine} adds the time of all its ranks, and how many they are is not known:"
+                                        " write gpus: of it")
+        busy = max(busy, sum(took.values()) / ranks / max(watched_s, 1.0))
         up += ask.windows.increase(engine, "kv_up", start)
         down += ask.windows.increase(engine, "kv_down", start)
     wasted = f"; {down / up:.1f} times as much was written down" if up > 0 else \
@@ -476,10 +520,11 @@ def replica_hotspot(ask: Ask) -> Signal:
     """Arrivals at the busiest replica as a multiple of the mean; quiet while it has no queue."""
     best: tuple[float, str, dict[str, float]] | None = None
     for group in groups(ask).values():
+        if len(group) > 1 and (lost := untold_of(ask, group, "ttft", "waiting")) is not None:
+            return lost
         counts = {e: ask.windows.increase(e, "ttft", ask.start(), None, "count") for _, e in group
                   if "count" in ask.windows.keys_now(e, "ttft")}
         best = _hottest(ask, counts, best)
-    queue = None if best is None else ask.windows.latest(best[1], "waiting", ask.now)
     method = "exact"
     if best is None:
         for router in ask.scene.routers:
@@ -488,7 +533,13 @@ def replica_hotspot(ask: Ask) -> Signal:
     if best is None:
         return ask.idle("fewer than two replicas, or too few requests")
     value, hot, counts = best
-    calm = isinstance(queue, Sample) and queue.value <= 0
+    at = hot.partition("://")[2].rstrip("/") or hot  # as a router names it
+    behind = (t.engines[0] for t in ask.scene.targets.values() if method == "router" and t.address == at)
+    queue = ask.windows.latest(next(behind, hot), "waiting", ask.now)
+    if not isinstance(queue, Sample):
+        return ask.gap(queue.code, f"{hot} got {value:.1f}× its share, and whether it has a queue is not known: name it"
+                                   " under engines:")
+    calm = queue.value <= 0
     return ask.value(value, method=method, quiet="the busiest has no queue" if calm else None, evidence={
         "text": f"{hot} got {counts[hot]:.0f} of {sum(counts.values()):.0f} requests, {value:.1f}× its share of"
                 f" {len(counts)} replicas"})
@@ -536,17 +587,48 @@ def weights_lag(ask: Ask) -> Signal:
     got = fed(ask, "weights-version")
     if isinstance(got, Signal):
         return got
-    method = "source weights-version"
     if got is None:
-        got, method = {}, "weight transfers in the window"
-        for target in ask.scene.targets.values():
-            if ask.windows.keys_now(target.name, "weight_updates"):
-                got[target.name] = ask.windows.increase(target.name, "weight_updates", ask.start())
+        return updates_apart(ask)
     if len(got) < 2:
         return untold(ask, "of fewer than two engines the version of the weights is known", "weights-version")
     last, first = min(got, key=got.__getitem__), max(got, key=got.__getitem__)
-    return ask.value(got[first] - got[last], method=method, evidence={
+    return ask.value(got[first] - got[last], method="source weights-version", evidence={
         "text": f"{last} is {got[first] - got[last]:.0f} versions behind {first}"})
+
+
+def updates_apart(ask: Ask) -> Signal:
+    """Of any two engines how many updates one has taken less since the younger was started, as far as is remembered."""
+    known = {name: keys for name in ask.scene.targets if (keys := ask.windows.keys(name, "weight_updates"))}
+    if len(known) < 2:
+        return untold(ask, "of fewer than two engines the version of the weights is known", "weights-version")
+    for name in known:
+        gap = ask.windows.problem(name, "weight_updates", ask.now)
+        if gap is not None:
+            return ask.gap(gap.code, f"{name}: {gap.why}")
+    # a version may come in many an `update`; where the trainer ends it with `finish`, that is what counts
+    ends = "finish" if any("finish" in keys for keys in known.values()) else "update"
+
+    def taken(name: str, start: float, end: float | None = None) -> float:
+        return ask.windows.increase(name, "weight_updates", start, end, ends)
+
+    worst, last, first = 0.0, "", ""
+    begun = {name: ask.windows.restarted_at(name, "weight_updates") or 0.0 for name in known}
+    seen = {name: ask.windows.known_since(name, "weight_updates") or 0.0 for name in known}
+    for one, other in combinations(known, 2):
+        young, old = (one, other) if begun[one] >= begun[other] else (other, one)
+        both = max(seen[young], seen[old])
+        since = max(begun[young], both)
+        before = max(begun[old], both)
+        if before < since and taken(old, before, since) < taken(young, before, since):
+            return untold(ask, f"{old} was behind {young} when that was started anew", "weights-version")
+        # what it loaded at its start is as new as the updates while it loaded
+        for behind, ahead, lag in ((young, old, taken(old, since + LOADED_S) - taken(young, since)),
+                                   (old, young, taken(young, since) - taken(old, since))):
+            if lag > worst:
+                worst, last, first = lag, behind, ahead
+    text = f"{last} has taken {worst:.0f} updates less than {first}" if last else \
+        f"all {len(known)} engines have taken the same updates"
+    return ask.value(worst, method="updates since the younger was started", evidence={"text": text})
 
 
 # (id, unit, subject, help, function, windowed, counted)
@@ -582,5 +664,5 @@ def rows(queue_age: Callable[[Ask, str], Signal]) -> tuple[Row, ...]:
          replica_hotspot, True, True),
         ("rollout_tail", "of limit", "target", "p99 of whole answers as a multiple of the median", rollout_tail, True,
          True),
-        ("weights_lag", "count", "node", "versions of the weights that engines are apart", weights_lag, True, False),
+        ("weights_lag", "count", "node", "versions of the weights that engines are apart", weights_lag, False, False),
     )

@@ -25,8 +25,10 @@ COARSE_KEEP_S = 3 * 86400.0 + 3600.0
 COARSE_EVERY_S = 60.0
 LATE_INTERVALS = 3  # a gap longer than this many intervals was not watched
 
-# What windows over an hour need: error ratios for burn rates, arrivals and business metrics for "this time yesterday".
-COARSE_NAMES = frozenset({"http", "finished", "rejections", "waiting", "process_start", "sourced"})
+# What windows over an hour need: error ratios for burn rates, arrivals and business metrics for "this time yesterday",
+# and updates of weights since an engine's start.
+COARSE_NAMES = frozenset({"http", "finished", "rejections", "waiting", "process_start", "sourced",
+                          "weight_updates"})
 # Told at every read, also by one that got no page: kept apart, so that a dead target adds no row to its numbers.
 LIVENESS_NAMES = frozenset({"down", "slow", "rung"})
 # It was told, but not as a number: when it is told again it does not "first appear".
@@ -565,6 +567,12 @@ class Windows:
         i = bisect_right(track.times, at) - 1
         known = i >= 0 and at - track.times[i] <= within_s and not math.isnan(column[i])
         return column[i] if known else None
+
+    def known_since(self, subject: str, name: str) -> float | None:
+        """The time of the oldest row that is remembered of the source that tells `name` of `subject`."""
+        owner = self.owners.get((subject, name))
+        tracks = () if owner is None else (self.tracks[owner], self.coarse.get(owner))
+        return min((track.times[0] for track in tracks if track is not None and track.times), default=None)
 
     def told_at(self, subject: str, name: str) -> float | None:
         """When the page or call that tells `name` of `subject` was last read."""

@@ -54,8 +54,8 @@ class World:
                 self.node.take(Batch(f"engine:{name}", at, 0.0, readings, engine=facts))
             for source in self.node.setup.sourced:
                 told_of = told.get(source, {})
-                readings = tuple(Sample("sourced", f'{source}{{n="{n}"}}', value, at) for n, value in told_of.items()
-                                 if value is not None)
+                readings = tuple(r for n, value in told_of.items()
+                                 for r in samples(f'{source}{{n="{n}"}}', at, {"sourced": value}))
                 self.node.take(Batch(f"promql:{source}", at, 0.0, readings))
             for change in self.node.step(at, step_s):
                 if change.kind == "firing":
@@ -257,6 +257,45 @@ def test_2_overload_everywhere(late: str, fires: bool) -> None:
     assert next(r for r in RULES if r.id == "overload-everywhere").severity == "ticket"
 
 
+def test_2_a_replica_whose_numbers_are_lost_neither_fires_nor_resolves() -> None:
+    """b finds 20 % and a and c 60 %: fired. From 1500 s on b's numbers are unreadable: a and c resolve nothing."""
+    def tell(at: float) -> Mapping[str, Numbers]:
+        told = {name: CALM | {"prefix_queries": 100 * at, "prefix_hits": 100 * at * hits}
+                for name, hits in (("a", 0.6), ("b", 0.2), ("c", 0.6))}
+        return told if at < 1500 else told | {"b": CALM | {"prefix_queries": None, "prefix_hits": None}}
+
+    here = world("a", "b", "c").play(0, 4000, tell, 15.0)
+    assert here.state("cache-fragmented") == "gap"
+    assert here.node.book.alerts["cache-fragmented", "gpu-17"].state == "firing"
+
+
+@pytest.mark.parametrize(("source", "rule", "before", "after", "fires"), [
+    ("feature-transfer-failures", "feature-transfer-failed", {"e0": 2.0, "e1": 0.0}, {"e1": 0.0}, True),
+    ("pipeline-bubble", "pipeline-bubble", {"0": 0.4, "1": 0.0}, {"1": 0.0}, True),
+    ("expert-load", "experts-hot", {"0": 400.0, "1": 100.0, "2": 100.0}, {"1": 100.0, "2": 100.0}, True),
+    ("weights-version", "weights-stale", {"trainer": 9.0, "a": 7.0, "b": 7.0}, {"a": 7.0, "b": 7.0}, True),
+    ("replica-queue-age", "overload-everywhere", {"0": 9.0, "1": 9.0, "2": 0.0}, {"0": 9.0, "1": 9.0}, False),
+])
+def test_a_series_that_vanishes_neither_fires_nor_resolves(source: str, rule: str, before: dict[str, float],
+                                                           after: dict[str, float], fires: bool) -> None:
+    """At 1500 s the one series that made the alert, or kept it from firing, is not in the answer any more."""
+    here = world("a", sources=(source,)).play(
+        0, 4000, lambda at: {"a": CALM, source: before if at < 1500 else {**dict.fromkeys(before), **after}}, 15.0)
+    assert here.state(rule) == "gap"
+    assert (rule in here.fired) is fires
+    assert ((rule, "gpu-17") in here.node.book.alerts) is fires
+
+
+def test_a_series_whose_target_has_ended_is_no_member_any_more() -> None:
+    """Else each replica that was taken away would make it a Gap for a day."""
+    here = world("a", "b", sources=("weights-version",))
+    here.play(0, 60, lambda _: {"a": CALM, "b": CALM, "weights-version": {"trainer": 3.0, "a": 3.0, "b": 3.0}})
+    here.node.drop_target("b")
+    here.facts = {"a": engine("a")}
+    here.play(65, 100, lambda _: {"a": CALM, "weights-version": {"trainer": 3.0, "a": 3.0, "b": None}})
+    assert (here.state("weights-stale"), here.node.signals["weights-stale", "gpu-17"].value) == ("value", 0.0)
+
+
 def test_2_one_replica_on_a_node_is_judged_by_a_source_or_a_gap_that_names_it() -> None:
     """The others are on other nodes: their hit ratios come from the Prometheus that sees all."""
     alone = world("a", pattern="replicas").play(0, 40, lambda _: {"a": CALM})
@@ -286,6 +325,29 @@ def test_3_a_rank_that_is_gone_and_one_that_never_came() -> None:
     assert never.text("members-missing", "a") == "missing: 1 of 4 ranks of a"
     whole = world("a", pattern="multi-node").play(0, 100, lambda _: {"a": CALM | ranks("0", "1", "2", "3")})
     assert (whole.text("members-missing", "a"), whole.fired) == ("all 4 are there", {})
+
+
+def test_3_no_rank_is_missing_where_the_probe_is_lost_or_the_group_was_made_smaller() -> None:
+    """From 60 s on the probe's numbers are no numbers; or TP4 comes back as TP2, with ranks 0 and 1."""
+    def probe(at: float) -> Mapping[str, Numbers]:
+        ranks: dict[str, float | None] = {f"probe_rank_seconds.{n}": 1.0 for n in range(4)}
+        return {"a": CALM | (ranks if at < 60 else {"probe_rank_seconds": None})}
+
+    lost = world("a", pattern="multi-node").play(0, 300, probe)
+    assert (lost.fired, lost.state("members-missing", "a")) == ({}, "gap")
+
+    def smaller(at: float) -> Mapping[str, Numbers]:
+        size = 4 if at < 60 else 2
+        return {"a": CALM | {f"probe_rank_seconds.{n}": 1.0 for n in range(size)} | {"probe_tp_size": float(size)}}
+
+    less = world("a", pattern="multi-node").play(0, 300, smaller)
+    assert (less.fired, less.text("members-missing", "a")) == ({}, "all 2 are there")
+
+
+def test_3_the_second_node_has_the_upper_indices() -> None:
+    """Of data-parallel engines 0 to 7 this node serves 4 to 7; the page shows 4, 5 and 7."""
+    here = World({"a": engine("a", "llama", 4, 5, 7)}, "3").play(0, 40, lambda _: {f"a/{n}": CALM for n in (4, 5, 7)})
+    assert here.text("members-missing", "a") == "missing: engine index 6"
 
 
 def test_3_an_engine_index_that_is_gone() -> None:
@@ -367,6 +429,14 @@ def test_5_a_wrong_one_has_coupled_queues_failures_state_and_pools_of_the_wrong_
     assert here.node.signals["handover-state", "p"].value == 30.0  # 600 s of 1 in 20 s
 
 
+def test_5_a_pool_whose_fullest_engine_is_lost_is_not_said_to_have_room() -> None:
+    """9 wait at prefill; of two decode engines one is 95 % full, and from 300 s on unreadable; the other 20 %."""
+    here = World({"p": engine("p", role="prefill"), "d": engine("d", role="decode"), "e": engine("e", role="decode")})
+    here.play(0, 1500, lambda at: {"p": CALM | {"waiting": 9.0}, "d": CALM | {"kv_usage": 0.2},
+                                   "e": CALM | {"kv_usage": 0.95 if at < 300 else None}}, 15.0)
+    assert ("pool-ratio" in here.fired, here.state("pool-ratio")) == (False, "gap")
+
+
 def test_5_expired_blocks_are_counted_and_roles_of_vllm_are_seen_by_its_tokens() -> None:
     """A vLLM says no role: who gets 80 % of its prompt tokens from elsewhere decodes. 3 requests expired at prefill."""
     shown = {5: "vllm:nixl_num_failed_transfers_total"}
@@ -423,10 +493,35 @@ def test_7_promotion_traffic(busy: float, fires: bool) -> None:
     """0.7 s of each second goes into moving cache up, and 12 times as much is written down as is read; or 0.05 s."""
     shown = {"a": engine("a", shows={7: "sglang:hicache_host_used_tokens"})}
     here = World(shown).play(0, 1300, lambda at: {"a": CALM | {
-        "kv_up_seconds": busy * at, "kv_up": 100 * at, "kv_down": 1200 * at}}, 15.0)
+        "kv_up_seconds.rank": busy * at, "kv_up": 100 * at, "kv_down": 1200 * at}}, 15.0)
     assert ("promotion-traffic" in here.fired) is fires
     assert here.text("promotion-traffic", "a") == (
         f"cache is moved up for {busy:.0%} of the time; 12.0 times as much was written down")
+
+
+def test_7_the_time_of_all_ranks_is_shared_among_them() -> None:
+    """vLLM adds 0.2 s a second of each of 4 ranks: 20 %, not 80 %. Where its GPUs are not known it is a Gap."""
+    shown = {"a": engine("a", shows={7: "vllm:kv_offload_load_bytes_total"})}
+
+    def tell(at: float) -> Mapping[str, Numbers]:
+        return {"a": CALM | {"kv_up_seconds": 0.8 * at, "kv_up": 100 * at, "kv_down": 0.0}}
+
+    known = World(shown, gpus=4).play(0, 1300, tell, 15.0)
+    assert known.node.signals["promotion-traffic", "a"].value == pytest.approx(0.2)
+    assert known.fired == {}
+    unknown = World(shown).play(0, 1300, tell, 15.0)
+    assert (unknown.fired, unknown.state("promotion-traffic", "a")) == ({}, "gap")
+    probed = World(shown).play(0, 1300, lambda at: {"a": {**tell(at)["a"], "probe_tp_size": 1.0}}, 15.0)
+    assert "promotion-traffic" in probed.fired
+
+
+def test_7_a_queue_that_is_not_known_is_no_queue_and_no_calm() -> None:
+    """The hot replica's queue is unreadable: it counted as a queue. Behind a router it may be nobody's here."""
+    def tell(at: float) -> Mapping[str, Numbers]:
+        return {"a": CALM | {"ttft.count": 8 * at, "waiting": None}, "b": CALM | {"ttft.count": at}}
+
+    here = world("a", "b", pattern="7").play(0, 1300, tell, 15.0)
+    assert (here.fired, here.state("replica-hotspot")) == ({}, "gap")
 
 
 @pytest.mark.parametrize(("rate", "waiting", "fires"), [(8.0, 3.0, True), (8.0, 0.0, False), (1.2, 3.0, False)])
@@ -453,14 +548,63 @@ def test_8_long_tail_groups(slow: float, fires: bool) -> None:
 @pytest.mark.parametrize(("behind", "fires"), [(2.0, True), (0.0, False)])
 def test_8_stale_weights(behind: float, fires: bool) -> None:
     """Both were updated each minute until one got no more; or both still are."""
-    shown = {8: "vllm:rl_weight_update_operation_duration_seconds"}
+    shown = {8: "vllm:rl_weight_update_operations_total"}
     here = World({name: engine(name, shows=shown) for name in "ab"})
     here.play(0, 1500, lambda at: {
-        "a": CALM | {"weight_updates": at // 60}, "b": CALM | {"weight_updates": max(0.0, at // 60 - behind)}}, 15.0)
+        "a": CALM | {"weight_updates.finish": at // 60},
+        "b": CALM | {"weight_updates.finish": max(0.0, at // 60 - behind)}}, 15.0)
     assert ("weights-stale" in here.fired) is fires
     fed = world("a", sources=("weights-version",)).play(
         0, 700, lambda _: {"a": CALM, "weights-version": {"trainer": 40.0, "a": 40.0 - behind}}, 15.0)
     assert ("weights-stale" in fed.fired) is fires
+
+
+def updates(tell: Tell, end_s: float = 3500.0) -> World:
+    """Two engines of a rollout pool that tell their updates."""
+    shown = {8: "vllm:rl_weight_update_operations_total"}
+    return World({name: engine(name, shows=shown) for name in "ab"}).play(0, end_s, tell, 15.0)
+
+
+def test_8_an_engine_that_was_started_with_the_newest_weights_is_not_behind() -> None:
+    """One update a minute; b starts anew at 2000 s, counts from 0, and takes all that come from then on."""
+    def tell(at: float) -> Mapping[str, Numbers]:
+        b, start = (at // 60, T0) if at < 2000 else (at // 60 - 2000 // 60, T0 + 1940)
+        return {"a": CALM | {"weight_updates.finish": at // 60, "process_start": T0},
+                "b": CALM | {"weight_updates.finish": b, "process_start": start}}
+
+    here = updates(tell)
+    assert here.node.signals["weights-stale", "gpu-17"].value == 0.0
+    assert "weights-stale" not in here.fired
+
+
+def test_8_a_missed_update_is_missed_for_as_long_as_the_engine_runs() -> None:
+    """At 600 s b misses the last one: over an hour later it is behind all the same, whatever `update` says.
+
+    Once b starts anew, at 5400 s, with what is newest, nobody is behind.
+    """
+    def tell(at: float) -> Mapping[str, Numbers]:
+        b, start = (1.0, T0) if at < 5400 else (0.0, T0 + 5390)
+        return {"a": CALM | {"weight_updates.finish": 1.0 + (at >= 600), "weight_updates.update": 1.0 + (at >= 600),
+                             "process_start": T0},
+                "b": CALM | {"weight_updates.finish": b, "weight_updates.update": 2.0, "process_start": start}}
+
+    here = updates(tell, 5390)
+    assert here.text("weights-stale") == "b has taken 1 updates less than a"
+    assert here.node.book.alerts["weights-stale", "gpu-17"].state == "firing"
+    anew = updates(tell, 5700)
+    assert anew.node.signals["weights-stale", "gpu-17"].value == 0.0
+
+
+def test_8_an_engine_that_was_behind_is_not_known_to_be_up_to_date_when_another_starts_anew() -> None:
+    """b misses the update of 600 s, and a, which has it, starts anew at 2000 s: only the version itself tells."""
+    def tell(at: float) -> Mapping[str, Numbers]:
+        a, start = (1.0 + (at >= 600), T0) if at < 2000 else (0.0, T0 + 1990)
+        return {"a": CALM | {"weight_updates.update": a, "process_start": start},
+                "b": CALM | {"weight_updates.update": 1.0, "process_start": T0}}
+
+    here = updates(tell, 2500)
+    assert here.state("weights-stale") == "gap"
+    assert "named weights-version would tell it" in here.text("weights-stale")
 
 
 def test_8_mixed_rank_failure_and_what_nobody_tells() -> None:
@@ -492,10 +636,13 @@ vllm:request_prefill_time_seconds_bucket{engine="0",model_name="m",le="+Inf"} 8
 vllm:request_prefill_time_seconds_sum{engine="0",model_name="m"} 4.5
 vllm:request_prefill_time_seconds_count{engine="0",model_name="m"} 8
 # TYPE vllm:rl_weight_update_operation_duration_seconds histogram
-vllm:rl_weight_update_operation_duration_seconds_count{operation="update"} 7
-vllm:rl_weight_update_operation_duration_seconds_sum{operation="update"} 70
-vllm:rl_weight_update_operation_duration_seconds_count{operation="init"} 1
-vllm:rl_weight_update_operation_duration_seconds_sum{operation="init"} 3
+vllm:rl_weight_update_operation_duration_seconds_count{operation="update"} 9
+vllm:rl_weight_update_operation_duration_seconds_sum{operation="update"} 90
+# TYPE vllm:rl_weight_update_operations_total counter
+vllm:rl_weight_update_operations_total{operation="init",status="success"} 1
+vllm:rl_weight_update_operations_total{operation="update",status="success"} 7
+vllm:rl_weight_update_operations_total{operation="update",status="error"} 2
+vllm:rl_weight_update_operations_total{operation="finish",status="success"} 6
 """
 SGLANG = """# TYPE sglang:num_running_reqs gauge
 sglang:num_running_reqs{engine_type="decode",model_name="m",tp_rank="0",pp_rank="0",moe_ep_rank="0"} 3
@@ -544,10 +691,10 @@ def test_what_vllm_tells_of_its_pattern() -> None:
         ("kv_transfer_failures", "transfer"): 2.0, ("kv_transfer_failures", "notification"): 1.0,
         ("handover_expired", ""): 4.0, ("handover_waiting", "in_progress"): 5.0,
         ("handover_waiting", "waiting_to_start"): 6.0, ("prefill_seconds", ""): 4.5, ("prefill_count", ""): 8.0,
-        ("weight_updates", ""): 7.0}
+        ("weight_updates", "update"): 7.0, ("weight_updates", "finish"): 6.0}
     assert reader.facts is not None
     assert dict(reader.facts.shows) == {5: "vllm:nixl_num_failed_transfers_total",
-                                        8: "vllm:rl_weight_update_operation_duration_seconds"}
+                                        8: "vllm:rl_weight_update_operations_total"}
     failed = [r for r in reader.failed(Why.TIMEOUT, "late", 9.0) if r.name in OF_PATTERNS]
     assert {r.name for r in failed} == {name for name, _ in told}
     assert all(isinstance(r, Gap) for r in failed)
@@ -558,9 +705,26 @@ def test_what_sglang_tells_of_its_pattern_and_role() -> None:
     told, reader = read_twice(SGLANG)
     assert told == {
         ("handover_waiting", "allocation"): 2.0, ("handover_waiting", "transfer"): 9.0,
-        ("expert_balance_sum", ""): 40.0, ("expert_balance_count", ""): 100.0, ("kv_up_seconds", ""): 1.5}
+        ("expert_balance_sum", ""): 40.0, ("expert_balance_count", ""): 100.0, ("kv_up_seconds", "rank"): 1.5}
     assert reader.facts is not None
     assert (reader.facts.role, sorted(reader.facts.shows)) == ("decode", [4, 7])
+
+
+def test_sglang_is_prefill_or_decode_by_its_own_word_alone() -> None:
+    """Many versions write the gauge of the transfer's latency wherever they run; the word is what tells."""
+    page = """# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{engine_type="unified",model_name="m",tp_rank="0"} 3
+# TYPE sglang:kv_transfer_latency_ms gauge
+sglang:kv_transfer_latency_ms{engine_type="unified",model_name="m",tp_rank="0"} 0
+# TYPE sglang:num_prefill_inflight_queue_reqs gauge
+sglang:num_prefill_inflight_queue_reqs{engine_type="unified",model_name="m",tp_rank="0"} 2
+"""
+    told, reader = read_twice(page)
+    assert reader.facts is not None
+    assert (told, reader.facts.role, dict(reader.facts.shows)) == ({}, "", {})
+    told, reader = read_twice(page.replace("unified", "prefill"))
+    assert reader.facts is not None
+    assert (told, reader.facts.role) == ({("handover_held", ""): 2.0}, "prefill")
 
 
 def test_the_table_of_patterns_is_told_in_words() -> None:

@@ -355,7 +355,7 @@ class PageReader:
             self._expected.clear()
             self._places.clear()
             self._gone.clear()
-        names = self._resolve(page.families, restarted)
+        names = self._resolve(page, restarted)
         layout = [(series.name, series.labels) for series in page.series]
         if names is None:
             facts, holes = self._not_understood(page)
@@ -365,8 +365,8 @@ class PageReader:
         self._plan = plan
         return plan
 
-    def _resolve(self, families: Mapping[str, str], restarted: bool) -> Names | None:
-        plan = self._plan
+    def _resolve(self, page: Page, restarted: bool) -> Names | None:
+        plan, families = self._plan, page.families
         if plan is not None and plan.names is not None and plan.families == families and not restarted:
             return plan.names
         found, against = detect(self._maps, families)
@@ -376,7 +376,7 @@ class PageReader:
             self._map = found
         if self._map is None or against:
             return None
-        if not self._is_patterned and shown_patterns(self._map, families):
+        if not self._is_patterned and (shown_patterns(self._map, families) or role_of(self._map, page)):
             self._read_patterns()
         names = resolve(self._map, families)
         before = self._plan.names if self._plan is not None else None
@@ -580,10 +580,8 @@ class PageReader:
         models = (s.labels[model] for s in page.series if model is not None and s.labels.get(model) not in NAMELESS)
         engines = tuple(subjects.values())
         closed = tuple(sorted(self._closed))
-        label = names.map.role_label
-        roles = (s.labels[label] for s in page.series if label is not None and s.labels.get(label) in ROLES)
         return EngineFacts(self.target, engines, names.map.kind, next(models, None), names.build, tuple(found), closed,
-                           shown_patterns(names.map, page.families), next(roles, ""))
+                           shown_patterns(names.map, page.families), role_of(names.map, page))
 
     def _say_page(self, names: Names, seen: Set[str]) -> Found:
         title, whose = names.map.title, names.map.versioned
@@ -600,6 +598,12 @@ class PageReader:
         if self._removed:
             notes.append("gone since the last build: " + ", ".join(self._removed))
         return Found("page", self.target, version, note="; ".join(notes))
+
+
+def role_of(engine_map: EngineMap, page: Page) -> str:
+    """"prefill" or "decode", where a page says so."""
+    label = engine_map.role_label
+    return next((s.labels[label] for s in page.series if label is not None and s.labels.get(label) in ROLES), "")
 
 
 @lru_cache(8)
