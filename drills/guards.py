@@ -19,6 +19,7 @@ import requests
 
 from agent import client, silences
 from agent.config import Config, DrillGuards
+from agent.proxy import DIRECT
 from agent.strict import duration_s
 from drills import cron, lock, tell, watch
 from drills.faults import packet_loss
@@ -476,7 +477,7 @@ def healthy_engines(config: Config) -> int:
 
 def _answers(url: str) -> bool:
     try:
-        return requests.get(f"{url}/health", timeout=ANSWER_S).status_code == http.client.OK
+        return requests.get(f"{url}/health", timeout=ANSWER_S, proxies=DIRECT).status_code == http.client.OK
     except requests.RequestException:
         return False
 

@@ -15,6 +15,7 @@ import requests
 import yaml
 
 from agent import client
+from agent.proxy import DIRECT, proxies_for
 from drills.judge import Alarm
 
 EVERY_S = 0.25  # a page ends the fault within 2 s, and the fault needs some of them to end
@@ -197,7 +198,8 @@ class GpuMemory:
 def status_of(url: str, path: str) -> int | None:
     """The HTTP status of a GET; None where nobody answers in time."""
     try:
-        with requests.get(f"{url}{path}", timeout=ANSWER_S, stream=True, allow_redirects=False) as answer:
+        with requests.get(f"{url}{path}", timeout=ANSWER_S, stream=True, allow_redirects=False,
+                          proxies=DIRECT) as answer:
             return answer.status_code
     except requests.RequestException:
         return None
@@ -215,11 +217,12 @@ def completion_status(url: str, key: str | None = None) -> int | None:
     """
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        models = requests.get(f"{url}/v1/models", headers=headers, timeout=ANSWER_S)
+        models = requests.get(f"{url}/v1/models", headers=headers, timeout=ANSWER_S, proxies=DIRECT)
         if not models.ok:
             return models.status_code
         body = {"model": models.json()["data"][0]["id"], "prompt": PROMPT, "max_tokens": 4}
-        answer = requests.post(f"{url}/v1/completions", json=body, headers=headers, timeout=(ANSWER_S, COMPLETION_S))
+        answer = requests.post(f"{url}/v1/completions", json=body, headers=headers, timeout=(ANSWER_S, COMPLETION_S),
+                               proxies=DIRECT)
         if not answer.ok:
             return answer.status_code
         return answer.status_code if answer.json()["choices"][0].get("finish_reason") else None
@@ -232,7 +235,8 @@ def pages_at(url: str) -> list[dict[str, str]]:
 
     Raises requests.RequestException, ValueError, LookupError, TypeError.
     """
-    answer = requests.get(f"{url}/api/v2/alerts", params={"filter": 'severity="page"'}, timeout=ANSWER_S)
+    answer = requests.get(f"{url}/api/v2/alerts", params={"filter": 'severity="page"'}, timeout=ANSWER_S,
+                          proxies=proxies_for(url))
     answer.raise_for_status()
     return [dict(alert["labels"]) for alert in answer.json()]
 
@@ -289,7 +293,7 @@ def failed_notifications(urls: Sequence[str]) -> float | None:
 
 def _failed_of(url: str) -> float | None:
     try:
-        page = requests.get(f"{url}/metrics", timeout=ANSWER_S).text
+        page = requests.get(f"{url}/metrics", timeout=ANSWER_S, proxies=proxies_for(url)).text
     except requests.RequestException:
         return None
     lines = [x for x in page.splitlines() if x.startswith("alertmanager_notification_requests_failed_total")]
@@ -306,7 +310,8 @@ def group_wait_s(urls: Sequence[str]) -> float:
 
 def _group_wait_of(url: str) -> float:
     try:
-        told = requests.get(f"{url}/api/v2/status", timeout=ANSWER_S).json()["config"]["original"]
+        answer = requests.get(f"{url}/api/v2/status", timeout=ANSWER_S, proxies=proxies_for(url))
+        told = answer.json()["config"]["original"]
         waits = list(_group_waits(yaml.safe_load(told)["route"], GROUP_WAIT_S))
     except (requests.RequestException, yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError):
         return GROUP_WAIT_S
@@ -329,7 +334,7 @@ def echoed_at(url: str, rule_id: str, since: float, is_own: Callable[[str], bool
     The answer is a JSON list of {"at": unix seconds, "alerts": [Alertmanager's webhook alerts]}; None where it is not.
     """
     try:
-        arrivals = requests.get(url, timeout=ANSWER_S).json()
+        arrivals = requests.get(url, timeout=ANSWER_S, proxies=proxies_for(url)).json()
         found = [a["at"] for a in arrivals if a["at"] >= since for alert in a.get("alerts", ())
                  if alert["labels"].get("rule") == rule_id and alert.get("status") == "firing"
                  and is_own(str(alert["labels"].get("subject", "")))]

@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent": Row(),
     "agent.model": Row(),
     "agent.retry_after": Row(),
+    "agent.proxy": Row(),
     "agent.json_path": Row(),
     "agent.patterns": Row(),
     "agent.watchlist": Row("agent.model agent.patterns agent.signals agent.stats agent.words"),
@@ -152,7 +153,7 @@ MAY_IMPORT: dict[str, Row] = {
         " agent.notifiers.webhook",
         "fnmatch importlib pathlib",
     ),
-    "agent.notifiers.channel": Row("agent.model agent.retry_after", WORLD),
+    "agent.notifiers.channel": Row("agent.model agent.proxy agent.retry_after", WORLD),
     "agent.notifiers.alertmanager": Row("agent.model agent.notifiers.channel"),
     "agent.notifiers.heartbeat": Row("agent.model agent.notifiers.channel"),
     "agent.notifiers.kubernetes": Row("agent.model agent.notifiers.channel drills.cluster", "http"),
@@ -261,7 +262,7 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.cron": Row("agent agent.daytime agent.strict drills.model", "cronsim zoneinfo"),
     "drills.config": Row("agent agent.config agent.daytime agent.model agent.strict drills drills.cron drills.model"),
     "drills.guards": Row(
-        "agent agent.client agent.config agent.silences agent.strict drills drills.cron drills.faults"
+        "agent agent.client agent.config agent.proxy agent.silences agent.strict drills drills.cron drills.faults"
         " drills.faults.packet_loss drills.ledger drills.lock drills.model drills.targets drills.tell drills.watch",
         "concurrent http os pathlib requests",
     ),
@@ -312,7 +313,7 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.supervisor": Row("", WORLD),
     "drills.xid_line": Row("agent agent.client drills drills.gpu drills.model drills.proc", WORLD),
     "drills.faults.slow_rank": Row("drills drills.gpu drills.model", WORLD),
-    "drills.watch": Row("agent.client drills.judge", WORLD),
+    "drills.watch": Row("agent agent.client agent.proxy drills.judge", WORLD),
     "drills.tell": Row("agent agent.client drills.model", "pathlib"),
     "drills.record": Row(
         "drills drills.judge drills.ledger drills.model drills.owner drills.report", "importlib msgspec pathlib"
@@ -339,10 +340,11 @@ MAY_IMPORT: dict[str, Row] = {
     ),
 }
 # The agent's client, nouns and configuration file, the catalogue by which rules are checked, what reports are written
-# with, and the command line's progress; never its inside.
+# with, the command line's progress, and what goes through a proxy; never its inside.
 AGENT_FOR_DRILLS = {
     "agent", "agent.client", "agent.config", "agent.daytime", "agent.escape", "agent.forms", "agent.model",
-    "agent.progress", "agent.retry_after", "agent.sdnotify", "agent.signals", "agent.silences", "agent.strict",
+    "agent.progress", "agent.proxy", "agent.retry_after", "agent.sdnotify", "agent.signals", "agent.silences",
+    "agent.strict",
 }
 # The one module that speaks to Kubernetes, for both: imports nothing of ours, and loads its library where it is used.
 CLUSTER_FOR_AGENT = {"drills", "drills.cluster"}

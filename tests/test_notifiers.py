@@ -546,6 +546,21 @@ def test_c109_nothing_that_is_stored_or_shown_holds_a_secret(tmp_path: Path) -> 
         assert secret not in shown + stored + lines.getvalue()
 
 
+def test_a_proxy_is_not_asked_for_what_is_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell that started the agent had a proxy: the Alertmanager beside it must be told all the same."""
+    with Receiver() as receiver, Receiver() as proxy:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, proxy.url)
+        monkeypatch.setenv("no_proxy", "")
+        for base in (receiver.url, receiver.url.replace("127.0.0.1", "localhost")):
+            Webhook("webhook", lambda base=base: f"{base}/hook", None).send([notice(message())], NOW)  # type: ignore[misc]
+        assert proxy.arrivals == []
+        Webhook("webhook", lambda: "http://198.51.100.7/hook", None).send([notice(message())], NOW)
+
+    assert [arrival.path for arrival in receiver.arrivals] == ["/hook", "/hook"]
+    assert [arrival.path for arrival in proxy.arrivals] == ["http://198.51.100.7/hook"]
+
+
 def test_netrc_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """requests sends what ~/.netrc has for a host; nobody configured that a webhook should get it."""
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login root password swordfish\n")

@@ -25,6 +25,7 @@ import requests.auth
 import urllib3
 
 from agent.model import AlertMessage, Notice, Rejected, Severity, TryLater
+from agent.proxy import proxies_for
 from agent.retry_after import retry_after_s
 
 CONNECT_S = 3.05
@@ -115,7 +116,8 @@ def request(method: str, url: str, now: float, body: bytes | None = None, *, tel
     if bearer is not None:
         headers["Authorization"] = f"Bearer {bearer}"
     failure: Rejected | TryLater | None = None
-    options: dict[str, Any] = {"timeout": (CONNECT_S, ANSWER_S), "allow_redirects": False, "stream": True}
+    options: dict[str, Any] = {"timeout": (CONNECT_S, ANSWER_S), "allow_redirects": False, "stream": True,
+                               "proxies": proxies_for(url)}
     try:
         with _session(url) as session, session.request(method, url, data=body, headers=headers, **options) as response:
             try:
@@ -134,7 +136,7 @@ def request(method: str, url: str, now: float, body: bytes | None = None, *, tel
 
 
 def _session(url: str) -> requests.Session:
-    """Credentials only as `url` carries them; proxies and CAs from the environment, as ever."""
+    """Credentials only as `url` carries them; proxies (but to loopback) and CAs from the environment, as ever."""
     # urllib3 warns with the full URL ("Failed to parse headers", "Retrying"); its debug lines have it too.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     session = requests.Session()

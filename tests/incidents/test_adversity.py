@@ -1,0 +1,152 @@
+"""A bad day of the machine below the agent: it says so, pages all the same, loses nothing, and is well again after.
+
+Each on the real process: names that no longer resolve, a certificate that ran out, a proxy that came with the shell.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ssl
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.agent_process import AgentProcess
+from tests.needs import need
+from tests.page_server import PageServer
+from tests.receiver import Receiver, wait_until
+
+pytestmark = pytest.mark.heavy
+
+PAGE = """vllm:num_requests_running{model_name="m"} 1
+vllm:num_requests_waiting{model_name="m"} 0
+vllm:kv_cache_usage_perc{model_name="m"} %s
+vllm:generation_tokens_total{model_name="m"} %d
+"""
+FIRED, RESOLVED = ("firing", "KvCacheUtilization"), ("resolved", "KvCacheUtilization")
+NO_SUCH_NAME = "tocsin-test.invalid"  # RFC 6761: no resolver answers it
+
+
+class Engine(PageServer):
+    """An engine whose KV cache is as full as `usage` says, while tokens flow."""
+
+    def __init__(self) -> None:
+        self.usage = 0.5
+        self._tokens = 0
+        super().__init__(self._told)
+
+    def _told(self) -> str:
+        self._tokens += 100
+        return PAGE % (self.usage, self._tokens)
+
+
+def config(engine: Engine, *urls: str, **more: Any) -> dict[str, Any]:
+    """An agent that pages at once of a full KV cache, and looks each second."""
+    return {"node": "gpu-17", "poll": "1s", "nvml": "off", "engines": [{"name": "llama", "url": engine.url}],
+            "rules": {"override": {"kv-cache-utilization": {"for": "0s", "keep": "1s", "severity": "page"}}},
+            "notify": [{"webhook": {"url": url}} for url in urls], **more}
+
+
+def state(agent: AgentProcess, rule: str = "kv-cache-utilization", subject: str = "llama") -> str:
+    """Of one signal, as `tocsin check` has it."""
+    rows = agent.ask("/check")["signals"]
+    return str(next((r["state"] for r in rows if (r["rule"], r["subject"]) == (rule, subject)), "absent"))
+
+
+def wait_for_state(agent: AgentProcess, wanted: str, subject: str = "llama") -> None:
+    """Until the KV cache's signal is in this state."""
+    wait_until(lambda: state(agent, subject=subject) == wanted, 60, f"{subject} to be {wanted}")
+
+
+def problems(agent: AgentProcess) -> str:
+    """What a person should look at, as /healthz has it."""
+    return " | ".join(agent.ask("/healthz")["problems"])
+
+
+def ends_well(agent: AgentProcess, engine: Engine, receiver: Receiver) -> None:
+    """The cache empties; the receiver has been told of both, once each and in order."""
+    engine.usage = 0.5
+    receiver.wait_until(lambda _: RESOLVED in receiver.alerts(), 60, "the end")
+    assert [told for told in receiver.alerts() if told[1] == FIRED[1]] == [FIRED, RESOLVED]
+
+
+# --- the network ------------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_resolver_costs_only_what_has_a_name(tmp_path: Path) -> None:
+    """A receiver's and an engine's name no longer resolve: the other receiver is told in time, and both are named."""
+    with Engine() as engine, Receiver() as receiver:
+        made = config(engine, f"http://hooks.{NO_SUCH_NAME}/x", receiver.url)
+        made["engines"].append({"name": "named", "url": f"http://engine.{NO_SUCH_NAME}:8000"})
+        with AgentProcess(tmp_path, made) as agent:
+            wait_for_state(agent, "OK")
+            engine.usage = 0.97
+            receiver.wait_until(lambda _: FIRED in receiver.alerts(), 60, "the page")
+            wait_until(lambda: "name cannot be resolved" in problems(agent), 60, "the receiver to be named")
+            wait_until(lambda: "has no address" in problems(agent), 60, "the engine to be named")
+            assert state(agent, subject="named") == "UNKNOWN"
+            ends_well(agent, engine, receiver)
+            channels = agent.ask("/healthz")["channels"]
+
+    assert (channels["webhook"]["delivered"], channels["webhook-2"]["pending"]) == (0, 0)
+    assert channels["webhook"]["pending"] >= 2  # the page and its end are owed until the name is back
+
+
+def certificate(folder: Path, days: int) -> tuple[Path, Path]:
+    """A self-made certificate for 127.0.0.1 that began ten days ago and holds for so many; and its key."""
+    need("openssl", "faketime")
+    began = (datetime.datetime.now(tz=datetime.UTC) - datetime.timedelta(days=10)).strftime("%Y-%m-%d %H:%M:%S")
+    cert, key = folder / f"cert-{days}", folder / f"key-{days}"
+    subprocess.run(["faketime", began, "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", str(days),
+                    "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key),
+                    "-out", str(cert)], check=True, capture_output=True, env={"TZ": "UTC", "PATH": "/usr/bin:/bin"})
+    return cert, key
+
+
+@contextmanager
+def tls(receiver: Receiver, cert: Path, key: Path) -> Iterator[ssl.SSLContext]:
+    """The receiver behind real TLS; a certificate that is loaded into the context later is shown from then on."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    plain = receiver._server.socket
+    receiver._server.socket = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+    yield context
+
+
+def test_an_expired_certificate_is_named_and_the_page_stays_owed(tmp_path: Path) -> None:
+    """The receiver's certificate ran out nine days ago; once it shows a new one, the page comes, once."""
+    old, new = certificate(tmp_path, 1), certificate(tmp_path, 30)
+    trusted = tmp_path / "trusted"
+    trusted.write_text(old[0].read_text() + new[0].read_text())
+    with Engine() as engine, Receiver() as receiver, tls(receiver, *old) as context:
+        url = receiver.url.replace("http:", "https:")
+        with AgentProcess(tmp_path / "a", config(engine, url), {"REQUESTS_CA_BUNDLE": str(trusted)}) as agent:
+            wait_for_state(agent, "OK")
+            engine.usage = 0.97
+            wait_until(lambda: "certificate has expired" in problems(agent), 60, "the certificate to be named")
+            assert url in problems(agent)
+            assert agent.ask("/healthz")["channels"]["webhook"]["pending"] == 1
+            assert receiver.arrivals == []
+            context.load_cert_chain(*new)
+            receiver.wait_until(lambda _: FIRED in receiver.alerts(), 60, "the page")
+            ends_well(agent, engine, receiver)
+
+
+def test_a_proxy_of_the_environment_blinds_nobody(tmp_path: Path) -> None:
+    """A shell's proxy answers everything: engines and a receiver on loopback never go there; a distant one does."""
+    with Engine() as engine, Receiver() as receiver, Receiver() as proxy:
+        away = "http://198.51.100.7/hook"  # RFC 5737: nobody's
+        env = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"), proxy.url)
+        with AgentProcess(tmp_path, config(engine, receiver.url, away), {**env, "no_proxy": ""}) as agent:
+            wait_for_state(agent, "OK")
+            engine.usage = 0.97
+            receiver.wait_until(lambda _: FIRED in receiver.alerts(), 60, "the page")
+            proxy.wait_for(1)
+            ends_well(agent, engine, receiver)
+            proxy.wait_for(2)
+
+    assert {arrival.path for arrival in proxy.arrivals} == {away}  # what is asked of a proxy is the whole address
