@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import subprocess
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import requests
 
 from agent.demo import gpus, scenario
 from agent.demo.gpus import Gpu, SimulatedGpus
+from agent.demo.node import Node
 from agent.demo.router import Router
 from agent.demo.scheduler import BASE_S, SEQUENCE_S, TOKEN_S, Request, Scheduler, hashes
+from agent.demo.story import Narrator, Story, Unmet
 from agent.hardware.lines import line_of
 from agent.model import Gap, Sample, Why
 from agent.strict import ConfigErrors
@@ -21,7 +27,7 @@ from tests.needs import find, need
 from tests.receiver import Receiver, Reply
 from tests.scenes import built_in
 
-RULES = sorted(built_in())
+RULES = {rule.id: rule.severity for rule in built_in().values()}
 
 
 def warmed(gpu: Gpu, for_s: float) -> Gpu:
@@ -182,7 +188,10 @@ def test_the_own_story_is_one() -> None:
         ("{cooling: {gpu: 9, share: 10%}}", 4, "steps[1].cooling.gpu: there is no GPU 9; write 0 to 7"),
         ("{say: x, expect: {fires: gpu-temp}}", 4,
          "steps[1].expect.fires: rule 'gpu-temp' is unknown; did you mean gpu-temperature?"),
-        ("{say: x, expect: {within: 3s}}", 4, "exactly one of fires, resolves, quiet is wanted, and there is none"),
+        ("{say: x, expect: {within: 3s}}", 4,
+         "exactly one of fires, resolves, quiet, healthy is wanted, and there is none"),
+        ("{say: x, expect: {resolves: xid-note}}", 4,
+         "rule 'xid-note' is of severity info, which tells nobody; write a rule that pages or is a ticket"),
         ("{drill: llama-aa}", 4, "steps[1].drill: engine 'llama-aa' is unknown; did you mean llama-a?"),
         ("{kill: llama-a, reset: 1}", 4, "steps[1].kill: reset and kill in one step; make two steps of it"),
         ("{say: x, ask: why}", 4, "steps[1]: ask and answer belong together; add answer"),
@@ -218,6 +227,51 @@ def test_make_demo_hands_its_words_on() -> None:
         shown = subprocess.run([find("make") or "", "-n", target, "ARGS=--headless"], capture_output=True, text=True,
                                cwd=Path(__file__).parents[1], check=True).stdout
         assert wanted in shown
+
+
+class Answering:
+    """A node whose agent answers what the test says."""
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        self.answers = answers
+        self.receiver = SimpleNamespace(events=[])
+
+    def ask(self, path: str) -> Any:
+        return self.answers[path]
+
+    def firing(self) -> list[dict[str, Any]]:
+        return [row for row in self.answers["/alerts"] if row["state"] == "firing"]
+
+
+def expected(answers: dict[str, Any], **wanted: Any) -> str:
+    """What a story says that expects this of such an agent. Raises Unmet."""
+    out = io.StringIO()
+    story = Story(cast(Node, Answering(answers)), Narrator(out, plain=True))
+    step = scenario.Step(expect=scenario.Expect(**wanted, within=0.01))
+    story._wait = lambda true, within_s: true()  # type: ignore[method-assign]
+    story._step(step)
+    return out.getvalue()
+
+
+def test_what_never_fired_is_not_resolved() -> None:
+    """It was told as resolved at once; and so was what had been resolved before the play began."""
+    past = {"rule": "engine-down", "subject": "llama-a", "state": "resolved", "until": time.time() - 60}
+    for rows in ([], [past], [past | {"until": time.time() + 60}, past | {"state": "firing", "until": None}]):
+        with pytest.raises(Unmet, match="engine-down is resolved"):
+            expected({"/alerts": rows}, resolves="engine-down")
+    assert "engine-down is resolved, 0 s later" in expected({"/alerts": [past | {"until": time.time() + 60}]},
+                                                            resolves="engine-down")
+
+
+def test_all_is_well_only_where_the_verdict_says_so() -> None:
+    """Nothing fired, and so the story said that all is well; the agent said UNKNOWN to its end."""
+    blind = {"rule": "preemptions", "subject": "llama-a", "state": "UNKNOWN", "required": True,
+             "why": "watched 134 s of the last 3600 s"}
+    quiet: dict[str, Any] = {"/alerts": [], "/check": {"verdict": "unknown", "why": None, "signals": [blind]}}
+    with pytest.raises(Unmet, match=r"the verdict is healthy; .*watched 134 s of the last 3600 s"):
+        expected(quiet, healthy=True)
+    quiet["/check"]["verdict"] = "healthy"
+    assert "(/check): the verdict is healthy, 0 s later" in expected(quiet, healthy=True)
 
 
 # --- the router, where there is no nginx ---

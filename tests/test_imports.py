@@ -230,7 +230,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.demo.router": Row("", WORLD),
     "agent.demo.scenario": Row("agent.demo.gpus agent.strict", "msgspec pathlib"),
     "agent.demo.scheduler": Row(),
-    "agent.demo.story": Row("agent agent.client agent.demo.node agent.demo.scenario", "rich time urllib"),
+    "agent.demo.story": Row("agent agent.client agent.demo.node agent.demo.scenario agent.words", "rich time urllib"),
     "agent.demo.users": Row("", WORLD),
     "agent.progress": Row("agent.words", "os rich signal sys threading time"),
     "agent.watch": Row(
@@ -370,6 +370,7 @@ CLOCK_READERS = {
     "agent.demo.engine": "tells since when it runs, as every process does",
     "agent.demo.node": "dates its lines of the kernel log",
     "agent.demo.receiver": "stamps what it got",
+    "agent.demo.story": "tells what was resolved since it began",
     "agent.store": "names a damaged file that it moves aside",
     "drills.schedule": "the timetable; its decisions are told the time",
     "drills.faults.pod_kill": "how long a pod ought to be gone",

@@ -31,7 +31,7 @@ def show(scenario: Path | None, for_s: float | None, *, headless: bool, quiz: bo
     narrator = Narrator(sys.stdout, plain=plain)
     try:
         rules = load_all(Path(os.devnull), {}, CATALOGUE)[1].rules
-        wanted = read(scenario or STORY, [rule.id for rule in rules])
+        wanted = read(scenario or STORY, {rule.id: rule.severity for rule in rules})
     except ConfigErrors as errors:
         sys.stderr.write(f"{errors}\n")
         return USAGE

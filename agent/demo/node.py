@@ -28,7 +28,7 @@ from typing import Any
 from agent import client
 from agent.demo import gpus, router
 from agent.demo.receiver import HOOK, PAGER, Receiver
-from agent.demo.scenario import ENGINES, Scenario
+from agent.demo.scenario import ENGINES, TELLS, Scenario
 from agent.demo.users import Users
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +46,10 @@ SHORTENED: Mapping[str, Mapping[str, Any]] = {
     "rank-clock-spread": {"for": "6s", "keep": "6s"},
     "itl-p99": {"for": "4s", "keep": "6s", "window": "20s"},
     "engine-down": {"keep": "5s"},
+    # half of a window must have been watched before the verdict is more than UNKNOWN
+    "preemptions": {"window": "20s"},
+    "preemption-storm": {"window": "20s"},
+    "ttft-p99": {"window": "20s", "min_count": 20},
 }
 
 
@@ -226,7 +230,7 @@ class Node:
     def firing(self) -> list[Mapping[str, Any]]:
         """Pages and tickets that fire now."""
         return [row for row in self.ask("/alerts?resolved=0")
-                if row["state"] == "firing" and row["severity"] in ("page", "ticket")]
+                if row["state"] == "firing" and row["severity"] in TELLS]
 
     # --- its configuration ---
 

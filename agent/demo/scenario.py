@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -36,8 +36,9 @@ from agent.strict import (
 
 ENGINES = ("llama-a", "llama-b")
 STORY = Path(__file__).with_name("story.yaml")
+TELLS = ("page", "ticket")  # the severities that are expected, and that may fire where `quiet` is not
 ACTIONS = ("cooling", "xid", "reset", "users", "kill", "drill")
-EXPECTED = ("fires", "resolves", "quiet")
+EXPECTED = ("fires", "resolves", "quiet", "healthy")
 UserRate = Annotated[float, above_zero(rate_per_s, "a rate, as 6/s")]
 Text = Annotated[str, Parse(str)]  # as it is written: a story may begin with a number
 
@@ -62,11 +63,16 @@ class Xid(_Form, frozen=True):
 
 
 class Expect(_Form, frozen=True):
-    """`expect`: exactly one of the three, within so many seconds. `quiet`: neither page nor ticket fires."""
+    """`expect`: exactly one of these, within so many seconds.
+
+    `resolves`: it fired in this play, and does no more. `quiet`: neither page nor ticket fires. `healthy`: the verdict
+    is, so that nothing required is unknown either.
+    """
 
     fires: str | None = None
     resolves: str | None = None
     quiet: bool = False
+    healthy: bool = False
     within: PositiveDuration = 60.0  # s
 
 
@@ -95,8 +101,8 @@ class Scenario(_Form, frozen=True):
     users: UserRate = 6.0  # requests a second
 
 
-def read(path: Path, rules: Collection[str]) -> Scenario:
-    """A scenario, checked. `rules`: the ids that may be expected. Raises ConfigErrors with every fault."""
+def read(path: Path, rules: Mapping[str, str]) -> Scenario:
+    """A scenario, checked. `rules`: each id with its severity. Raises ConfigErrors with every fault."""
     found: Decoded[Scenario] = load(path, Scenario)
     faults = list(found.faults)
     if found.value is not None:
@@ -112,7 +118,7 @@ def read(path: Path, rules: Collection[str]) -> Scenario:
     return found.value
 
 
-def _faults(step: Step, at: str, places: Places, rules: Collection[str]) -> Iterator[Fault]:
+def _faults(step: Step, at: str, places: Places, rules: Mapping[str, str]) -> Iterator[Fault]:
     given = [name for name in ACTIONS if getattr(step, name) is not None]
     if len(given) > 1:
         yield places.fault(f"{at}.{given[1]}", f"{given[0]} and {given[1]} in one step", "make two steps of it")
@@ -133,7 +139,7 @@ def _faults(step: Step, at: str, places: Places, rules: Collection[str]) -> Iter
         yield places.fault(at, "nothing happens in this step", f"add say, expect, or one of {', '.join(ACTIONS)}")
 
 
-def _expect_faults(expect: Expect, at: str, places: Places, rules: Collection[str]) -> Iterator[Fault]:
+def _expect_faults(expect: Expect, at: str, places: Places, rules: Mapping[str, str]) -> Iterator[Fault]:
     given = [name for name in EXPECTED if getattr(expect, name)]
     if len(given) != 1:
         said = " and ".join(given) or "none of them"
@@ -142,5 +148,8 @@ def _expect_faults(expect: Expect, at: str, places: Places, rules: Collection[st
         rule = getattr(expect, name)
         if rule is not None and rule not in rules:
             yield places.fault(f"{at}.{name}", f"rule {cut(rule)!r} is unknown", did_you_mean(rule, rules, "rules"))
+        elif rule is not None and rules[rule] not in TELLS:
+            yield places.fault(f"{at}.{name}", f"rule {cut(rule)!r} is of severity {rules[rule]}, which tells nobody",
+                               "write a rule that pages or is a ticket")
 
 

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from agent import client
 from agent.demo.node import SHORTENED, Node
 from agent.demo.scenario import Expect, Step
+from agent.words import verdict_line
 
 LOOK_S = 0.25
 DRILL_WITHIN_S = 240.0
@@ -74,6 +75,7 @@ class Story:
         self._until, self._answer = until, answer
         self._shown: dict[str, tuple[float, Sequence[str]]] = {}  # incidents on the pager: since when, what was read
         self._rang = 0
+        self._began_at = time.time()
         self._read = 0  # events of the pager that were told
 
     def introduce(self) -> None:
@@ -165,24 +167,35 @@ class Story:
         rule = expect.fires or expect.resolves
 
         def seen() -> bool:
+            if expect.healthy:
+                return bool(self.node.ask("/check")["verdict"] == "healthy")
             firing = self.node.firing()
             if rule is None:
                 return not firing
-            return any(row["rule"] == rule for row in firing) is bool(expect.fires)
+            fires = any(row["rule"] == rule for row in firing)
+            return fires if expect.fires else not fires and self._resolved(rule)
 
-        what = "nothing fires" if rule is None else f"{rule} {'fires' if expect.fires else 'is resolved'}"
+        what = f"{rule} {'fires' if expect.fires else 'is resolved'}" if rule is not None else \
+            "the verdict is healthy" if expect.healthy else "nothing fires"
         if not self._wait(seen, expect.within):
             firing = ", ".join(f"{row['rule']} on {row['subject']}" for row in self.node.firing()) or "nothing"
-            raise Unmet(f"expected within {expect.within:g} s: {what}; what fires is: {firing}")
+            told = f" ({verdict_line(self.node.ask('/check'))})" if expect.healthy else ""
+            raise Unmet(f"expected within {expect.within:g} s: {what}; what fires is: {firing}{told}")
         took_s = time.monotonic() - began
         for row in self.node.firing():
             if row["rule"] == rule:
                 self.say(f"The agent's API (/alerts): {rule} fires on {row['subject']}, {row['severity']}, "
                          f"{took_s:.0f} s later.", "green")
         if not expect.fires:
-            self.say(f"The agent's API (/alerts): {what}, {took_s:.0f} s later.", "green")
+            self.say(f"The agent's API ({'/check' if expect.healthy else '/alerts'}): {what}, {took_s:.0f} s later.",
+                     "green")
         end = time.monotonic() + 2.0  # for what is owed to the pager
         self._wait(lambda: time.monotonic() >= end, 3.0)
+
+    def _resolved(self, rule: str) -> bool:
+        """Whether it fired in this play and was resolved: what never fired has not come to its end."""
+        return any((row["rule"], row["state"]) == (rule, "resolved") and row["until"] >= self._began_at
+                   for row in self.node.ask("/alerts"))
 
     def _tell_pages(self) -> None:
         events = self.node.receiver.events[self._read :]

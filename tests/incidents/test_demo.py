@@ -38,6 +38,7 @@ class Told(NamedTuple):
     notices: Mapping[str, list[dict[str, Any]]] = {}  # by incident
     runs: Sequence[dict[str, Any]] = ()
     reports: Mapping[str, str] = {}  # run -> its report, by its address on the page
+    verdicts: tuple[str, ...] = ()  # each change
 
 
 def ask_all(folder: Path, before: Told) -> Told:
@@ -51,8 +52,10 @@ def ask_all(folder: Path, before: Told) -> Told:
     for run in (one["run"] for one in runs if one["ended"] is not None and one["run"] not in reports):
         with urllib.request.urlopen(f"{page}/reports/{run}", timeout=30) as reply:
             reports[run] = reply.read().decode()
+    verdict = client.ask(agent, "/check")["verdict"]
+    verdicts = before.verdicts if before.verdicts[-1:] == (verdict,) else (*before.verdicts, verdict)
     return Told(incidents, client.ask(agent, "/transitions?after=0"), client.ask(agent, "/alerts?resolved=0"), notices,
-                runs, reports)
+                runs, reports, verdicts)
 
 
 def play(folder: Path) -> tuple[str, int, Told]:
@@ -79,7 +82,9 @@ def play(folder: Path) -> tuple[str, int, Told]:
 
 def test_the_story_is_what_the_agent_s_api_told(tmp_path: Path) -> None:
     """A demo whose pages were print statements convinced nobody twice: each thing it says is asked of the API, too."""
+    began = time.monotonic()
     said, status, told = play(tmp_path)
+    took_s = time.monotonic() - began
     assert status == 0, said
     line = re.sub(r"\s+", " ", said)
     fired = [(row["rule"], row["subject"]) for row in told.transitions if row["state"] == "firing"]
@@ -88,7 +93,11 @@ def test_the_story_is_what_the_agent_s_api_told(tmp_path: Path) -> None:
     assert [one for one in fired if one in pages] == pages, said
     assert re.findall(r"The agent's API \(/alerts\): (\S+) fires on (\S+), page,", line) == pages[:2]
     assert set(pages) <= set(resolved), said
-    assert line.count("The agent's API (/alerts): nothing fires") == 3
+    assert line.count("The agent's API (/check): the verdict is healthy") == 2  # when it begins, and when it is told
+    assert line.count("The agent's API (/alerts): nothing fires") == 1
+    assert "healthy" in told.verdicts[: told.verdicts.index("page")], told.verdicts
+    assert told.verdicts[-1] == "healthy", told.verdicts
+    assert took_s < 360.0  # promised: the story is told within 6 minutes
     assert [row for row in told.open if (row["state"], row["severity"]) == ("firing", "page")] == []
     drill, heat = told.incidents
     assert (heat["root"], drill["root"]) == (list(pages[0]), list(pages[2]))
