@@ -240,8 +240,8 @@ def watch(
 ) -> None:
     """Watch the node at a glance, until q.
 
-    Asks the running agent. Where it does not write to a terminal: one line at each change of the verdict, with
-    --json the whole answer of `check` in a line.
+    Asks the running agent. Where it does not write to a terminal: one line at each change of the verdict
+    and each new incident, with --json the whole answer of `check` in a line.
     """
     from agent.client import ask
     from agent.watch import as_lines, on_terminal

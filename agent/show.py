@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal, TextIO
 
@@ -101,8 +101,8 @@ CHECK_COLUMNS = (
 
 
 def watch_report(answer: Answer, alerts: Sequence[Answer], told_at: float) -> Report:
-    """The node at a glance, the verdict first: what pages, then the ten and what else is out of range."""
-    report = check_report(answer, show_all=False)
+    """The node at a glance, the verdict first: what pages, what is out of range, then the ten and what is unknown."""
+    report = check_report(answer, show_all=False, loud_first=True)
     verdict = report.pop(report.index(verdict_line(answer)))
     paging = [f"INCIDENT  {clean(a['summary'])}" for a in alerts if (a["state"], a["severity"]) == ("firing", "page")]
     return [f"{clean(answer['node'])}  {moment(told_at)}  (q ends)", verdict, *paging, "", *report]
@@ -146,17 +146,32 @@ def _grouped(signals: Sequence[Answer], *, apart: bool) -> list[list[str]]:
     return [_row(group) for group in groups.values()]
 
 
-def check_report(answer: Answer, *, show_all: bool) -> Report:
-    """The ten first, then of the rest what is not quiet (all of it with `show_all`), then the verdict."""
+def _check_table(title: str, rows: Sequence[Sequence[str]]) -> Table:
+    """Where a rule has several rows the subject tells them apart: the reason goes before it."""
+    rules = [row[1] for row in rows]
+    if len(set(rules)) == len(rules):
+        return Table(CHECK_COLUMNS, rows, title)
+    drops = {"SUBJECT": 0, "WHY": 1}
+    return Table([replace(column, drop=drops.get(column.head, column.drop)) for column in CHECK_COLUMNS], rows, title)
+
+
+def check_report(answer: Answer, *, show_all: bool, loud_first: bool = False) -> Report:
+    """The ten first, then of the rest what is not quiet (all of it with `show_all`), then the verdict.
+
+    `loud_first`: what is out of range comes before all of them, in a table of its own.
+    """
     signals: Sequence[Answer] = answer["signals"]
-    ten = [s for s in signals if _is_ten(s)]
-    rest = [s for s in signals if not _is_ten(s)]
+    above = sorted((s for s in signals if s["state"] in LOUD), key=loudest_first) if loud_first else []
+    ten = [s for s in signals if _is_ten(s) and s not in above]
+    rest = [s for s in signals if not _is_ten(s) and s not in above]
     shown = rest if show_all else [s for s in rest if s["state"] in (*LOUD, "UNKNOWN")]
     report: Report = []
+    if above:
+        report.append(_check_table("Out of range", [_row([one]) for one in above]))
     if ten:
-        report.append(Table(CHECK_COLUMNS, _grouped(ten, apart=show_all), f"The ten on {clean(answer['node'])}"))
+        report.append(_check_table(f"The ten on {clean(answer['node'])}", _grouped(ten, apart=show_all)))
     if shown:
-        report.append(Table(CHECK_COLUMNS, _grouped(shown, apart=show_all), "The rest"))
+        report.append(_check_table("The rest", _grouped(shown, apart=show_all)))
     if len(rest) > len(shown):
         report.append(f"{len(rest) - len(shown)} of the rest are in range, idle or not applicable; --all shows them.")
     looked = answer.get("looked_for") or ()

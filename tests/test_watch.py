@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,12 +37,22 @@ def command(tmp_path: Path) -> list[str]:
     return [sys.executable, "-m", "agent", "watch", "--every", "100ms", "--config", str(tmp_path / "tocsin.yaml")]
 
 
-class Terminal:
-    """A command on a terminal of 120 columns; `seen` is all that it drew."""
+class Paged(FakeView):
+    """One whose alert belongs to an incident, once it has one."""
 
-    def __init__(self, command: list[str]) -> None:
+    incident: str | None = None
+
+    def alerts(self, include_resolved: bool) -> list[dict[str, Any]]:
+        """As they are told, with their incident."""
+        return [row | {"incident": self.incident} for row in super().alerts(include_resolved)]
+
+
+class Terminal:
+    """A command on a terminal; `seen` is all that it drew."""
+
+    def __init__(self, command: list[str], lines: int = 40, columns: int = 120) -> None:
         self.ours, theirs = pty.openpty()
-        termios.tcsetwinsize(theirs, (40, 120))
+        termios.tcsetwinsize(theirs, (lines, columns))
         self.before = termios.tcgetattr(theirs)
         self.theirs = theirs
         self.process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs,
@@ -90,6 +102,30 @@ def test_q_ends_it_and_the_terminal_is_as_before(tmp_path: Path, command: list[s
         server.close()
 
 
+def test_on_a_small_terminal_what_is_out_of_range_is_seen_and_the_rest_is_counted(tmp_path: Path,
+                                                                                 command: list[str]) -> None:
+    """On 24 lines of 80 H7 to H10 and all that was out of range were cut off without a mark, and whose they were."""
+    view = FakeView()
+    fine = [{**HOT, "number": f"H{n}", "rule": f"rule-{n}", "state": "OK"} for n in range(1, 11)]
+    more = [{**HOT, "number": f"H{n}", "rule": f"rule-{n}b", "state": "OK"} for n in range(1, 11)]
+    hot = [{**HOT, "subject": f"GPU-{n}", "number": "M9", "rule": "outside-the-ten"} for n in (1, 2)]
+    view.checked = {"verdict": "page", "node": "gpu-17", "signals": [*fine, *more, *hot], "why": None}
+    server, terminal = serve(tmp_path, view), Terminal(command, 24, 80)
+    try:
+        terminal.until(lambda seen: "make the window taller" in seen)
+        screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.seen)
+        lines = [line.rstrip() for line in screen[: screen.index("taller") + 6].split("\n")]
+        assert len(lines) <= 24
+        assert all(len(line.strip("\r")) <= 80 for line in lines)
+        of_gpus = [re.findall(r"GPU-[12]", line) for line in lines if "outside-the-ten" in line and "BREACH" in line]
+        assert of_gpus == [["GPU-1"], ["GPU-2"]]
+        # head, verdict, empty; title, heads, 2 rows, empty; title, heads, 20 rows: 30, of which 23 fit above the mark
+        assert "… 7 more lines: make the window taller" in screen
+    finally:
+        terminal.close()
+        server.close()
+
+
 def test_an_agent_that_goes_is_said_and_the_last_is_old(tmp_path: Path, command: list[str]) -> None:
     """The agent was killed; the screen went on showing HEALTHY."""
     view = FakeView()
@@ -109,7 +145,7 @@ def test_an_agent_that_goes_is_said_and_the_last_is_old(tmp_path: Path, command:
 
 def test_in_a_pipe_it_is_quiet(tmp_path: Path, command: list[str]) -> None:
     """One line at each change of the verdict; as JSON the whole of it; Ctrl-C is no fault."""
-    view = FakeView()
+    view = Paged()
     view.checked = {"verdict": "healthy", "node": "gpu-17", "signals": [{**HOT, "state": "OK"}], "why": None}
     server = serve(tmp_path, view)
     running = [subprocess.Popen([*command, *more], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -123,6 +159,8 @@ def test_in_a_pipe_it_is_quiet(tmp_path: Path, command: list[str]) -> None:
         view.checked = {"verdict": "page", "node": "gpu-17", "signals": [HOT], "why": None}
         assert "PAGE: gpu-temperature" in plain.readline()
         assert json.loads(as_json.readline())["signals"][0]["rule"] == "gpu-temperature"
+        view.incident = "gpu-17/queue-age/1"  # a second one at the same verdict was never told
+        assert "INCIDENT  gpu-temperature 91 °C" in plain.readline()
         for process in running:
             process.send_signal(signal.SIGINT)
         assert [process.wait(WITHIN_S) for process in running] == [0, 0]

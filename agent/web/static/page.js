@@ -26,26 +26,46 @@ function nameOf(element) {
   return element.id || element.getAttribute("href") || element.textContent;
 }
 
+// Names occur twice, as of a rule whose only engine has the link of the engine: the ordinal tells them apart.
+function namesakes(name) {
+  return [...view.querySelectorAll("a, button, summary")].filter((one) => nameOf(one) === name);
+}
+
+// A time of day, in UTC as every other on the page.
+function utc(at) {
+  return `${at.toISOString().slice(11, 19)} UTC`;
+}
+
 function tell(fresh) {
   const verdict = fresh.querySelector("[data-title]");
   if (!verdict) return;
   document.title = verdict.dataset.title;
-  if (said.dataset.word !== verdict.dataset.title) said.textContent = verdict.dataset.said;  // not each new number
+  const incidents = [...fresh.querySelectorAll(".incident details[id]")];
+  const known = (said.dataset.incidents || "").split(" ");
+  const news = incidents.filter((one) => !known.includes(one.id));
+  // said is a change of the verdict or a new incident: not each new number, nor that one of several has ended
+  if (said.dataset.word !== verdict.dataset.title || news.length) {
+    const titles = news.map((one) => one.closest(".incident").querySelector("h2").textContent);
+    said.textContent = [verdict.dataset.said, ...titles].join(". ");
+  }
   said.dataset.word = verdict.dataset.title;
+  said.dataset.incidents = incidents.map((one) => one.id).join(" ");
 }
 
 function put(fresh) {
   const focused = document.activeElement && view.contains(document.activeElement) ? document.activeElement : null;
   const name = focused ? nameOf(focused) : "";
+  const ordinal = name ? namesakes(name).indexOf(focused) : 0;
   const open = new Map([...view.querySelectorAll("details[id]")].map((one) => [one.id, one.open]));
   view.replaceChildren(...fresh.body.childNodes);
   for (const one of view.querySelectorAll("details[id]")) if (open.has(one.id)) one.open = open.get(one.id);
-  const again = name && [...view.querySelectorAll("a, button, summary")].find((one) => nameOf(one) === name);
+  const same = name ? namesakes(name) : [];
+  const again = same[Math.min(ordinal, same.length - 1)];
   if (again) again.focus({ preventScroll: true });
 }
 
 function warn(text) {
-  lost.textContent = text;
+  if (lost.textContent !== text) lost.textContent = text;  // an alert: each time it is set it is read aloud
   lost.hidden = !text;
   view.classList.toggle("old", Boolean(text));
 }
@@ -66,7 +86,7 @@ async function refresh() {
     if (text === last) {
       warn("");
     } else if (inUse()) {
-      if (Date.now() - putAt > HELD_MS) warn(`Held while something is typed or marked: as of ${new Date(putAt).toLocaleTimeString()}.`);
+      if (Date.now() - putAt > HELD_MS) warn(`Held while something is typed or marked: as of ${utc(new Date(putAt))}.`);
     } else {
       put(fresh);
       last = text;
@@ -74,7 +94,7 @@ async function refresh() {
       warn("");
     }
   } catch (error) {
-    warn(`No answer from the agent since ${answeredAt.toLocaleTimeString()}: what stands below is old.`);
+    warn(`No answer from the agent since ${utc(answeredAt)}: what stands below is old.`);
   } finally {
     asking = false;
   }
