@@ -1127,7 +1127,8 @@ class Node:
             "value": signal.value, "unit": unit, "limit": limit, "method": signal.method,
             "age_s": round(max(0.0, self.scene.now - signal.at) + since_s, 3), "why": signal.why or signal.quiet,
             "severity": alert.severity if alert is not None else self.severity_of(rule, signal.subject),
-            "required": rule.required, "evidence": dict(signal.evidence), "action": action_of(rule, signal),
+            "required": rule.required, "window_s": rule.window_s, "evidence": dict(signal.evidence),
+            "action": action_of(rule, signal),
             "text": words.what(signal, unit) if signal.state in ("value", "idle") else "",
             "silenced": None if (silence := self.silence_of(key)) is None else silence.text(),
         }

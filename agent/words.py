@@ -183,6 +183,12 @@ _WORST = ("BREACH", "PENDING", "UNKNOWN", "OK", "IDLE", "N/A")
 _STATES = {"UNKNOWN": "?", "IDLE": "idle", "N/A": "n/a"}
 
 
+def measured(row: Mapping[str, Any]) -> str:
+    """What a row of `check` measured, in a word: a p99 says more than the share of slow ones."""
+    p99_s = (row.get("evidence") or {}).get("p99_s")
+    return span(p99_s) if p99_s else quantity(row["value"], row["unit"])
+
+
 def the_ten(rows: Sequence[Mapping[str, Any]]) -> str:
     """The ten thresholds in one line, the worst of each: `!` is a breach, `?` unknown. Rows as `check` tells them."""
     parts = []
@@ -191,9 +197,7 @@ def the_ten(rows: Sequence[Mapping[str, Any]]) -> str:
         if not own:
             continue
         row = own[0]
-        p99_s = (row.get("evidence") or {}).get("p99_s")  # says more than the share of slow ones
-        measured = span(p99_s) if p99_s else quantity(row["value"], row["unit"])
-        text = _STATES.get(row["state"]) or measured
+        text = _STATES.get(row["state"]) or measured(row)
         parts.append(f"{name} {text}{'!' if row['state'] == 'BREACH' else ''}")
     return "The ten: " + " · ".join(parts)
 

@@ -201,7 +201,7 @@ def test_a_curve_has_holes_where_nothing_was_measured() -> None:
     """120 wide, 24 high, 1 px inside; an hour is 120, so 10 minutes are 20; 0.5 lies in the middle of 0 and 1."""
     drawn = glance.spark([(0.0, 0.0), (60.0, 1.0), (600.0, 0.5)], 2.0, 3600.0, "s")
     assert drawn == {"paths": ["M0.0,23.0L2.0,12.0", "M20.0,17.5h1"], "limit": 1.0,
-                     "text": "between 0 s and 1 s, last 500 ms, limit 2 s"}
+                     "text": "between 0 s and 1 s, limit 2 s"}
     assert glance.spark([(0.0, 1.0)], None, 7200.0, "s") is None  # over an hour ago
     assert glance.spark([(3600.0, 0.0)], 0.0, 3600.0, "celsius") == {
         "paths": ["M120.0,23.0h1"], "limit": 23.0, "text": "0 °C throughout, limit 0 °C"}
@@ -211,11 +211,104 @@ def test_a_curve_is_heard(opened: Callable[..., Page]) -> None:
     """"Temperature of GPU 1, the last hour", said the screen reader, and nothing more."""
     page = opened()
     page.life.tick(30)
-    said = "temperature of GPU 1, the last hour: 91 °C throughout, limit 85 °C"
+    said = "temperature of GPU 1, the worst of each minute, last hour: 91 °C throughout, limit 85 °C"
     assert f'aria-label="{said}"' in page.ask("/gpus")[2]
     body = page.ask("/signals/gpu-temperature/GPU-0001")[2]
     for span in ("the last 2 hours", "the worst of each minute of the last 24 hours"):
         assert f'alt="gpu-temperature, {span}: 91 °C throughout, limit 85 °C"' in body
+
+
+def test_what_is_heard_of_a_curve_is_no_value_of_now(opened: Callable[..., Page]) -> None:
+    """"Between 7.8 % and 22.9 %, last 7.8 %", said the curve, and the value was 4.6 %: it is of each minute's worst."""
+    curve = [(60.0, 0.229), (120.0, 0.078)]
+    assert glance.in_words(curve, 0.85, "ratio") == "between 7.8 % and 22.9 %, last 7.8 %, limit 85 %"
+    assert glance.in_words(curve, 0.85, "ratio", worst=True) == "between 7.8 % and 22.9 %, limit 85 %"
+    page = opened()
+    for kv in (0.8, 0.2, 0.3) * 10:
+        page.numbers["kv_usage"] = kv
+        page.life.tick()
+    for path in ("/", "/numbers/H2", f"/signals/kv-cache-utilization/{quote(HOSTILE, safe='')}"):
+        assert re.search(r'aria-label="KV cache utilization, the worst of each minute, last hour: [^"]*80 %',
+                         page.ask(path)[2]), path
+
+
+def signal(rule: str, state: str, subject: str, **more: Any) -> dict[str, Any]:
+    """A row of `check`."""
+    return {"number": None, "rule": rule, "signal": rule.replace("-", "_"), "subject": subject, "state": state,
+            "value": 1.0, "unit": "count", "limit": 0.0, "method": "exact", "age_s": 1.0, "why": None,
+            "severity": "page", "required": False, "window_s": None, "evidence": {}, "text": "", "silenced": None,
+            "action": "", **more}
+
+
+KV = signal("kv-cache-utilization", "OK", "llama/0", number="H2", value=0.5, unit="ratio", limit=0.85)
+
+
+@pytest.mark.parametrize(("row", "state", "named"), [
+    (signal("engine-stuck", "BREACH", "llama/0"), "BREACH", ["engine-stuck"]),
+    (signal("engine-down", "PENDING", "llama"), "PENDING", ["engine-down"]),  # of its target
+    (signal("engine-down", "BREACH", "mistral"), "OK", []),
+    (signal("canary-info", "BREACH", "llama", severity="info"), "OK", []),  # the node is HEALTHY with it
+    (signal("some-extra", "UNKNOWN", "llama"), "OK", []),
+    (signal("engine-stuck", "UNKNOWN", "llama", required=True), "UNKNOWN", ["engine-stuck"]),
+])
+def test_an_engine_on_which_a_rule_pages_is_not_green(row: dict[str, Any], state: str, named: list[str]) -> None:
+    """engine-stuck paged, and the engine's card was green: only the ten were asked, and all of them were idle."""
+    doctor = {"targets": [{"target": "llama", "engines": ["llama/0"]}]}
+    (found,) = glance.engines({"signals": [KV, row], "binds": [], "at": 0.0}, doctor, {}, 0.0)
+    assert (found["state"], [one["rule"] for one in found["others"]]) == (state, named)
+
+
+def test_the_rule_that_pages_is_named_on_the_card(opened: Callable[..., Page], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both views, with a link; and a breach of the ten is told by more than its colour."""
+    page = opened()
+    answer = page.agent.check()
+    rows = [signal("engine-stuck", "BREACH", HOSTILE, why="no token for 40 s"),
+            *(row | ({"state": "BREACH"} if row["number"] == "H2" else {}) for row in answer["signals"])]
+    monkeypatch.setattr(page.agent, "check", lambda: answer | {"signals": rows})
+    for path in ("/", "/engines"):
+        body = page.ask(path)[2]
+        card = body[body.rindex(">Engines</h"):]
+        assert f'<a href="{glance.link("signals", "engine-stuck", HOSTILE)}">engine-stuck</a>' in card, path
+        assert "no token for 40 s" in card
+    assert 'KV 50 %!<span class="unseen"> BREACH</span></a>' in page.ask("/")[2]
+
+
+def test_names_say_what_the_numbers_are() -> None:
+    """"Preemptions, limit 60": in a minute or a day? And "p99 TTFT 0.4 %" is no time, but the share of slow ones."""
+    rows = [signal("preemption-storm", "OK", "llama", number="H3", value=4.0, limit=60.0, window_s=3600.0),
+            signal("ttft-p99", "OK", "llama", number="H5", value=0.004, unit="ratio", evidence={"p99_s": 0.212})]
+    assert [(one["name"], one["value"]) for one in glance.the_ten(rows, {}, 0.0)] == [
+        ("preemptions in 60 min", "4"), ("slow first tokens (TTFT)", "0.4 %")]
+    (engine,) = glance.engines({"signals": rows}, {"targets": [{"target": "llama", "engines": []}]}, {}, 0.0)
+    assert [cell["measured"] for cell in engine["cells"]] == ["4", "212 ms"]
+
+
+def test_who_muted_an_alert_stands_beside_it(opened: Callable[..., Page], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alice had silenced it, and the page showed an alert like any other: a second engineer went to work on it."""
+    page = opened()
+    path = "/alerts/gpu-temperature/GPU-0001"
+    row: dict[str, Any] = {
+        "rule": "gpu-temperature", "subject": "GPU-0001", "state": "firing", "severity": "page", "since": 100.0,
+        "until": None, "value": 91.0, "limit": 85.0, "incident": None, "summary": "hot", "description": "", "unit":
+        "celsius", "silenced": None, "expected_by": None}
+    rows = [row]
+    monkeypatch.setattr(page.agent, "alerts", lambda past: rows)
+    for view in ("/alerts", path):
+        body = page.ask(view)[2]
+        assert not re.search("silenced|expected by|incident</a>|at the end", body), view
+    rows[0] = row | {"silenced": "until 02:00 UTC by alice: <fan>", "incident": "gpu-17/gpu-thermal-limit/7"}
+    page.life.tick()
+    for view in ("/alerts", path):
+        body = page.ask(view)[2]
+        assert "silenced <bdi>until 02:00 UTC by alice: &lt;fan&gt;</bdi>" in body, view
+        assert 'href="/incidents/gpu-17%2Fgpu-thermal-limit%2F7"' in body, view
+    rows[0] = row | {"expected_by": "loss"}
+    page.life.tick()
+    for view in ("/alerts", path):
+        assert "expected by the drill <bdi>loss</bdi>" in page.ask(view)[2], view
+    rows[0] = row | {"state": "resolved", "until": 200.0, "value": 70.0}
+    page.life.tick()
+    assert re.search(r'class="amount">70 °C <span class="quiet">at the end</span>', page.ask("/alerts")[2])
 
 
 def test_a_table_stays_one_where_it_is_drawn_as_cards(opened: Callable[..., Page], drilld: daemon.Daemon) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from agent.model import AlertKey, IncidentMessage
-from agent.words import TEN, binds_lines, clean, quantity, root_of, span, verdict_line
+from agent.words import TEN, binds_lines, clean, measured, quantity, root_of, span, verdict_line
 
 Answer = Mapping[str, Any]
 Curve = Sequence[tuple[float, float]]
@@ -23,8 +23,8 @@ HOUR_S = 3600.0
 STATES = ("BREACH", "PENDING", "UNKNOWN", "OK", "IDLE", "N/A")  # the worst first
 LOUD = STATES[:3]
 NAMES = {"H1": "queue age", "H2": "KV cache utilization", "H3": "preemptions", "H4": "graph fallback",
-         "H5": "p99 TTFT", "H6": "p99 ITL", "H7": "error budget burn", "H8": "rank spread", "H9": "GPU temperature",
-         "H10": "prefix cache hit rate"}
+         "H5": "slow first tokens (TTFT)", "H6": "slow token gaps (ITL)", "H7": "error budget burn",
+         "H8": "rank spread", "H9": "GPU temperature", "H10": "prefix cache hit rate"}
 WIDTH, HEIGHT = 120.0, 24.0  # of a small curve
 HOLE_S = 150.0  # two minutes without a value are a hole in a curve
 SVG_DIGITS = 1
@@ -35,8 +35,11 @@ def of_signal(row: Answer, curve: Curve = (), now: float = 0.0) -> Row:
     unit = row.get("unit") or ""
     value = quantity(row.get("value"), unit)
     told = row.get("text") or ""
+    name = str(NAMES.get(row.get("number") or "", row["rule"]))
+    if unit == "count" and row.get("number") and row.get("window_s"):
+        name += f" in {span(row['window_s'])}"
     return {
-        "number": row.get("number") or "", "rule": row["rule"], "name": NAMES.get(row.get("number") or "", row["rule"]),
+        "number": row.get("number") or "", "rule": row["rule"], "name": name,
         "subject": row["subject"], "state": row["state"], "sign": sign(row["state"]), "value": value,
         "limit": quantity(row.get("limit"), unit), "severity": row.get("severity") or "",
         "method": row.get("method") or "", "age": NOTHING if row.get("age_s") is None else span(round(row["age_s"])),
@@ -131,7 +134,7 @@ def past(records: Sequence[Answer], pages: Sequence[Mapping[str, int]], now: flo
 
 
 def engines(answer: Answer, doctor: Answer, curves: Mapping[AlertKey, Curve], now: float) -> list[Row]:
-    """One row an engine: what it is, what binds it, and the ten of it."""
+    """One row an engine: what it is, what binds it, the ten of it, and what else is not well with it or its target."""
     rows, found = answer["signals"], []
     bound = {row["engine"]: row for row in answer.get("binds") or ()}
     for target in doctor["targets"]:
@@ -142,14 +145,25 @@ def engines(answer: Answer, doctor: Answer, curves: Mapping[AlertKey, Curve], no
                     engine, target["target"])), key=severity_rank)
                 if own:
                     curve = curves.get((own[0]["rule"], own[0]["subject"]), ())
-                    cells.append(of_signal(own[0], curve, now) | {"short": TEN[number]})
-            worst = min((STATES.index(cell["state"]) for cell in cells if cell["state"] in STATES), default=2)
+                    cells.append(of_signal(own[0], curve, now) | {"short": TEN[number], "measured": measured(own[0])})
+            others = [of_signal(row, curves.get((row["rule"], row["subject"]), ()), now)
+                      for row in sorted(rows, key=severity_rank) if row["number"] not in TEN and _counts(row)
+                      and row["subject"] in (engine, target["target"])]
+            worst = min((STATES.index(cell["state"]) for cell in (*cells, *others) if cell["state"] in STATES),
+                        default=2)
             found.append({"name": engine, "url": target.get("url") or "", "kind": target.get("kind") or "unknown kind",
                           "model": target.get("model") or "unknown model", "build": target.get("build") or "",
                           "error": target.get("error") or "", "notes": list(target.get("notes") or ()),
                           "binds": binds_lines([bound[engine]] if engine in bound else [], answer.get("at")),
-                          "cells": cells, "state": STATES[worst], "sign": sign(STATES[worst])})
+                          "cells": cells, "others": others, "state": STATES[worst], "sign": sign(STATES[worst])})
     return found
+
+
+def _counts(row: Answer) -> bool:
+    """Whether a row of none of the ten makes a verdict: what is for information alone does not, see agent.node."""
+    if row["state"] == "UNKNOWN":
+        return bool(row.get("required"))
+    return row["state"] in LOUD and row.get("severity") in ("page", "ticket")
 
 
 GPU_NUMBERS: Mapping[str, str] = {"gpu-temperature": "temperature", "gpu-utilization": "utilization",
@@ -178,7 +192,7 @@ def gpus(told: Answer, rows: Sequence[Answer], curves: Mapping[AlertKey, Curve],
 
 
 def alerts(rows: Sequence[Answer], now: float) -> list[Row]:
-    """Open alerts, then past ones; when, for how long, and in which incident."""
+    """Open alerts, then past ones: when, for how long, in which incident, and who muted or announced it."""
     order = {"firing": 0, "pending": 1}
     found = []
     for row in sorted(rows, key=lambda row: (order.get(row["state"], 2), -(row["since"] or 0.0))):
@@ -189,6 +203,8 @@ def alerts(rows: Sequence[Answer], now: float) -> list[Row]:
             "until": "" if row["until"] is None else moment(row["until"]), "lasted": span(round(max(0.0, lasted_s))),
             "value": quantity(row["value"], row["unit"]), "limit": quantity(row["limit"], row["unit"]),
             "summary": row["summary"], "description": row.get("description") or "",
+            "silenced": clean(row.get("silenced") or ""), "drill": clean(row.get("expected_by") or ""),
+            "incident": link("incidents", row["incident"]) if row.get("incident") else "",
             "href": link("alerts", row["rule"], row["subject"]),
         })  # fmt: skip
     return found
@@ -199,18 +215,25 @@ def moment(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def in_words(curve: Curve, limit: float | None, unit: str) -> str:
-    """A curve for who does not see it: its least, greatest and last value, and the limit."""
+def in_words(curve: Curve, limit: float | None, unit: str, *, worst: bool = False) -> str:
+    """A curve for who does not see it: its least, greatest and last value, and the limit.
+
+    `worst`: it is of the worst of each minute, of which the last is no value of now.
+    """
     values = [value for _, value in curve]
     if not values:
         return "no value yet"
     least, most, last = (quantity(value, unit) for value in (min(values), max(values), values[-1]))
-    around = f"{least} throughout" if least == most else f"between {least} and {most}, last {last}"
+    around = f"{least} throughout" if least == most else f"between {least} and {most}"
+    around += "" if least == most or worst else f", last {last}"
     return around + ("" if limit is None else f", limit {quantity(limit, unit)}")
 
 
 def spark(curve: Curve, limit: float | None, now: float, unit: str) -> Row | None:
-    """A small curve of the last hour as SVG: {"paths", "limit" (its height or None), "text"}; None: no value."""
+    """A small curve, of the worst of each minute of the last hour, as SVG; None: no value.
+
+    {"paths", "limit" (its height or None), "text"}.
+    """
     shown = [(at, value) for at, value in curve if now - HOUR_S <= at <= now]
     if not shown:
         return None
@@ -233,4 +256,4 @@ def spark(curve: Curve, limit: float | None, now: float, unit: str) -> Row | Non
         last = at
     drawn = [path if "L" in path else f"{path}h1" for path in paths]  # a lone value is a dot
     return {"paths": drawn, "limit": None if limit is None or limit > top else y(limit),
-            "text": in_words(shown, limit, unit)}
+            "text": in_words(shown, limit, unit, worst=True)}

@@ -250,7 +250,7 @@ def _signal(views: _Views, request: Request) -> Reply:
         plots = []
         for span, text in (("2h", "the last 2 hours"), ("24h", "the worst of each minute of the last 24 hours")):
             points = request.view.trend(SPANS[span], frozenset({(rule, subject)})).get((rule, subject), ())
-            said = [glance.in_words(points, row["limit"], row["unit"]) for row in rows[:1]]
+            said = [glance.in_words(points, row["limit"], row["unit"], worst=span == "24h") for row in rows[:1]]
             plots.append({"src": f"{glance.link('plots', rule, subject)}?span={span}&{at}",
                           "caption": f"{rule}, {text}", "alt": f"{rule}, {text}: {''.join(said)}"})
         return _signals(views, request, rows, f"{rule} of {subject}", plots)
@@ -260,7 +260,7 @@ def _signal(views: _Views, request: Request) -> Reply:
 
 def _signals(views: _Views, request: Request, rows: Sequence[Mapping[str, Any]], heading: str,
              plots: Sequence[Mapping[str, str]]) -> Reply:
-    curves = request.view.trend(glance.HOUR_S, frozenset((row["rule"], row["subject"]) for row in rows))
+    curves = request.view.trend(glance.HOUR_S)  # of all: the worst of each minute, as in every other view
     found = [glance.of_signal(row, curves.get((row["rule"], row["subject"]), ()), request.now)
              for row in sorted(rows, key=glance.severity_rank)]
     drawn = views.draw("signal.html.j2", request, here="", live=LIVE, heading=heading, rows=found, plots=plots,

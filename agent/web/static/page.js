@@ -13,12 +13,18 @@ let asking = false;
 let ticks = 0;
 let putAt = Date.now();
 
-// Somebody types, or marks text to copy it: the view is left as it is, and says so.
+// What a select had when the page came.
+function chosen(select) {
+  return ([...select.options].find((one) => one.defaultSelected) || select.options[0]).value;
+}
+
+// Somebody types or chooses, or marks text to copy it: the view is left as it is, and says so.
 function inUse() {
   const at = document.activeElement;
   const selected = document.getSelection();
   return (at && view.contains(at) && at.closest("form")) ||
     [...view.querySelectorAll("input, textarea")].some((one) => one.value !== one.defaultValue) ||
+    [...view.querySelectorAll("select")].some((one) => one.value !== chosen(one)) ||
     (selected && !selected.isCollapsed && view.contains(selected.anchorNode));
 }
 
