@@ -22,17 +22,22 @@ def load(name: str) -> Any:
 
 
 def test_what_the_agents_advise_together(tmp_path: Path) -> None:
-    """promtool's word, a look every 15 s: one asks for one; some can spare one; all can; no agent tells."""
-    asks, spares = "1x4 0x9 stale", "0x9 1x4 stale"
-    rows = {"kube_deployment_spec_replicas{namespace='llm',deployment='vllm'}": "3x30"}
-    for subject, out, into in [("llm/vllm#0", asks, spares), ("llm/vllm#1", "0x14 stale", spares),
-                               ("llm/vllm#2", "0x14 stale", "1x14 stale"), ("llm/other#0", "1x30", "0x30")]:
+    """promtool's word, a look every 15 s. #0 asks for a minute; #1 needs all from 450 to 735 s; #2 is down from 840."""
+    rows = {"kube_deployment_spec_replicas{namespace='llm',deployment='vllm'}": "3x80"}
+    for subject, out, into in [("llm/vllm#0", "1x4 0x59 stale", "0x4 1x59 stale"),
+                               ("llm/vllm#1", "0x64 stale", "1x29 0x19 1x14 stale"),
+                               ("llm/vllm#2", "0x55 stale", "1x55 stale"), ("llm/other#0", "1x80", "0x80")]:
         rows |= {f"tocsin_scale_out{{subject='{subject}'}}": out, f"tocsin_scale_in{{subject='{subject}'}}": into}
     promtool.run(tmp_path, EXAMPLES / "replicas.rules.yml",
                  [{"series": name, "values": values} for name, values in rows.items()],
                  [{"expr": "tocsin:replicas_advised", "eval_time": at,
                    "exp_samples": [{"labels": RULE, "value": replicas}] if replicas else []}
-                  for at, replicas in [("60s", 4), ("120s", 3), ("195s", 2), ("240s", None)]], every_s=15, step_s=15)
+                  for at, replicas in [("60s", 4),
+                                       ("300s", 3),  # all can spare one, 4 minutes after one asked for one more
+                                       ("705s", 3),  # #1 cannot
+                                       ("780s", 2),  # all can
+                                       ("900s", 3),  # two of three say so, and of #2 nothing is known
+                                       ("990s", None)]], every_s=15, step_s=15)
 
 
 def test_both_autoscalers_change_one_pod_in_a_start_s_time() -> None:
