@@ -707,8 +707,8 @@ class Node:
         for target in self.scene.targets.values():
             up, process = scaling.start_of(self.scene, target)
             known = scaling.met(self.scaling.get(target.name, scaling.Advice()), process, now, up=up)
-            advised[target.name] = scaling.look(known, scaling.watch(self.scene, target, self.signals), now) \
-                if up else known
+            seen = scaling.watch(self.scene, target, self.signals) if up else scaling.Seen()
+            advised[target.name] = scaling.look(known, seen, now)
         self.scaling = advised
         self.learned.scaling = {name: scaling.to_plain(one) for name, one in advised.items()}
 

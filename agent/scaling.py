@@ -21,7 +21,8 @@ from agent.words import span
 LOOK_EVERY_S = 15.0
 MINUTE_S = 60.0
 PAGE_RUNG = 3.0  # of the ladder: its /metrics answered
-LOST_S = 60.0  # without a look for so long, nothing is advised, and what was quiet must be quiet anew
+LOST_S = 60.0  # without a look for so long, nothing is advised, and what was quiet must be quiet anew. Time is a wall
+# clock's: one that is set forward by less counts as watched, a minute of ten at most; more, or back, does not
 OUT_S, IN_S, IN_FOR_S = 2.0, 0.5, 600.0  # checklist 9, step 4
 LOOKS = 3  # "N consecutive intervals": 45 s, of the minutes that a start takes
 RISING = 1.5  # p95 of TTFT of the last minute ÷ of the last ten, ours: the seed says "rising" without a number
@@ -35,10 +36,11 @@ PEAK_FOR_S = 86400.0  # a spike of yesterday is one to have room for
 
 
 class Seen(NamedTuple):
-    """One replica at one look. None: it does not tell. `free`: requests for which its KV cache has room.
+    """One replica at one look. None: it does not tell. `free`: requests for which the KV cache has room.
 
+    `waiting`, `free`: of the one engine that has the least room for those that wait.
     `ttft_p95_s`: of the last minute, `ttft_before_s`: of the last ten; `limit_s`: what was promised for TTFT.
-    `arrived_per_s`, `served_per_s`: requests over the last minute.
+    `arrived_per_s`: requests of the last minute; `served_per_s`: those finished in it, if requests waited in it.
     """
 
     queue_age_s: float | None = None
@@ -57,7 +59,7 @@ class Advice:
 
     `out`, `into`: one replica more, one fewer; never both. `why`: the number that made it. `over`: looks in a row that
     ask for more. `under_s`: for how long the queue has been short; None: it is not. `starts`: seconds from process
-    start to the first page.
+    start to the first page. `met_at`, `met_since`: the last look at the process, and the first in an unbroken row.
     """
 
     at: float = 0.0
@@ -71,9 +73,11 @@ class Advice:
     starts: tuple[float, ...] = ()
     process: float | None = None  # unix s, when its process started
     was_down: bool = False
+    met_at: float = 0.0
+    met_since: float = 0.0
     peak_per_s: float = 0.0
     peak_at: float = 0.0
-    served_per_s: float = 0.0  # the most that it finished in a minute
+    served_per_s: float = 0.0  # the most that it finished in a minute in which requests waited
 
     @property
     def startup_s(self) -> float:
@@ -82,10 +86,11 @@ class Advice:
 
     @property
     def warm_pool(self) -> int | None:
-        """Replicas that must stand ready for a spike shorter than a start: what came beyond what one serves ÷ that."""
-        if not self.served_per_s:
-            return None
-        return max(0, math.ceil((self.peak_per_s - self.served_per_s) / self.served_per_s - 1e-9))
+        """Replicas that take a day's highest load: checklist 9, step 3: peak_spike_requests / per_replica_throughput.
+
+        None: no minute was seen in which requests waited, so nothing is known of what a replica can do.
+        """
+        return math.ceil(self.peak_per_s / self.served_per_s - 1e-9) if self.served_per_s else None
 
 
 def from_plain(told: Mapping[str, Any]) -> Advice:
@@ -102,24 +107,28 @@ def to_plain(advice: Advice) -> dict[str, Any]:
 def met(known: Advice, process: float | None, now: float, *, up: bool) -> Advice:
     """Learn how long a start takes: from the process's start to the first page that it answers with.
 
-    Only of a start that was seen: another process than before, or one that was down at the last look. `process`: when
-    it started, unix s, as its page tells. The image's pull and the node's are not in it.
+    Only of a start that was seen from before it began, without a pause of over LOST_S: of another, nobody knows when
+    its first page came. `process`: when it started, unix s, as its page tells. The image's pull and the node's are not
+    in it.
     """
+    gone = not 0.0 <= now - known.met_at <= LOST_S
+    known = replace(known, met_at=now, met_since=now if gone else known.met_since)
     if not up:
-        return replace(known, was_down=True) if not known.was_down else known
+        return replace(known, was_down=True)
     starts = known.starts
-    is_new = process is not None and (known.was_down if known.process is None else process - known.process > 1.0)
-    if is_new and process is not None and 0.0 < now - process < 86400.0:
-        starts = (*starts, round(now - process, 1))[-STARTS_KEPT:]
-    if (starts, process, False) == (known.starts, known.process, known.was_down):
-        return known
+    if process is not None and known.met_since < process < now:
+        is_new = known.was_down if known.process is None else process - known.process > 1.0
+        starts = (*starts, round(now - process, 1))[-STARTS_KEPT:] if is_new else starts
     return replace(known, starts=starts, process=process, was_down=False)
 
 
 def look(known: Advice, seen: Seen, now: float) -> Advice:
-    """The advice after one more look. A number that is not told asks for nothing; without a queue's age all waits."""
+    """The advice after one more look. A number that is not told asks for nothing.
+
+    Without a queue's age all waits, but that nobody is let go by what is not known any more.
+    """
     if seen.queue_age_s is None:
-        return known
+        return replace(known, into=False, why="") if known.into else known
     passed_s = now - known.at if known.at else 0.0
     gone = not 0.0 <= passed_s <= LOST_S
     passed_s = 0.0 if gone else passed_s
@@ -197,27 +206,34 @@ def watch(scene: Scene, target: Target, signals: Mapping[AlertKey, Signal]) -> S
     windows, now = scene.windows, scene.now
     minute, ten = now - MINUTE_S, now - IN_FOR_S
 
-    def total(name: str) -> float | None:
-        told = [windows.latest(engine, name, now) for engine in target.engines]
-        values = [got.value for got in told if isinstance(got, Sample)]
-        return sum(values) if values else None
-
-    def level(name: str, at: float) -> float:
-        return sum(windows.level(engine, name, at) or 0.0 for engine in target.engines)
-
     def p95(start: float) -> float | None:
         tellers = scene.tellers(target, "ttft")
         buckets = add_buckets(engine_buckets(windows, engine, "ttft", start) for engine in tellers)
         enough = buckets and buckets[-1][1] >= LEAST_FIRST_TOKENS
         return quantile(0.95, buckets) if enough else None
 
-    served = sum(sum(windows.increases(engine, "finished", minute).values())
-                 for engine in scene.tellers(target, "finished"))
-    inside = sum(level(name, now) - level(name, minute) for name in ("running", "waiting"))
     recent = p95(minute)
-    return Seen(_age_s(signals, target), total("waiting"), _free(scene, target), recent,
-                None if recent is None else p95(ten), target.slo.ttft_p99, max(0.0, served + inside) / MINUTE_S,
-                served / MINUTE_S)
+    return Seen(_age_s(signals, target), *_slots(scene, target), recent, None if recent is None else p95(ten),
+                target.slo.ttft_p99, *_flow(scene, target))
+
+
+def _flow(scene: Scene, target: Target) -> tuple[float | None, float | None]:
+    """Requests/s of the last minute that arrived, and that were served while others waited.
+
+    None where the minute was not watched, or either of its ends is not known.
+    """
+    windows, now, minute = scene.windows, scene.now, scene.now - MINUTE_S
+    engines = scene.tellers(target, "finished")
+    watched = all(windows.watched_s(e, "running", minute) >= MINUTE_S - LOOK_EVERY_S for e in target.engines)
+    ends = {(at, name): [windows.level(engine, name, at) for engine in target.engines]
+            for at in (minute, now) for name in ("running", "waiting")}
+    if not watched or not engines or any(None in told for told in ends.values()):
+        return None, None
+    held = {end: sum(value or 0.0 for value in told) for end, told in ends.items()}
+    served = sum(sum(windows.increases(engine, "finished", minute).values()) for engine in engines)
+    inside = sum(held[now, name] - held[minute, name] for name in ("running", "waiting"))
+    waited = held[minute, "waiting"] > 0 < held[now, "waiting"]
+    return max(0.0, served + inside) / MINUTE_S, served / MINUTE_S if waited else None
 
 
 def _age_s(signals: Mapping[AlertKey, Signal], target: Target) -> float | None:
@@ -231,11 +247,17 @@ def _age_s(signals: Mapping[AlertKey, Signal], target: Target) -> float | None:
     return max(ages, default=None)
 
 
-def _free(scene: Scene, target: Target) -> float | None:
-    """How many more requests as long as those that run find room in the KV cache; None where nothing runs."""
-    room = []
+def _slots(scene: Scene, target: Target) -> tuple[float | None, float | None]:
+    """How many wait, and how many as long as those that run find room in the KV cache, of the engine that lacks most.
+
+    An engine where nothing runs is left out with its queue: how much a request takes there is not known.
+    """
+    told = []
     for engine in target.engines:
-        running, usage = (scene.windows.latest(engine, name, scene.now) for name in ("running", "kv_usage"))
-        if isinstance(running, Sample) and isinstance(usage, Sample) and running.value > 0 < usage.value:
-            room.append(math.floor(running.value * max(0.0, 1.0 - usage.value) / usage.value))
-    return float(sum(room)) if room else None
+        waiting, running, usage = (scene.windows.latest(engine, name, scene.now)
+                                   for name in ("waiting", "running", "kv_usage"))
+        if isinstance(waiting, Sample) and isinstance(running, Sample) and isinstance(usage, Sample) \
+                and running.value > 0 < usage.value:
+            free = math.floor(running.value * max(0.0, 1.0 - usage.value) / usage.value)
+            told.append((waiting.value, float(free)))
+    return max(told, key=lambda one: one[0] - one[1], default=(None, None))

@@ -294,7 +294,7 @@ def scaling_lines(rows: Sequence[Row]) -> list[str]:
         wish = "one replica more" if row["out"] else "one replica fewer"
         by = "the slowest start seen" if row["starts_seen"] else "assumed, no start was seen"
         helps = f" A new one helps after {span(row['startup_s'])} ({by})." if row["out"] else ""
-        pool = f" For its highest spike {row['warm_pool']} more must stand ready." if row["out"] and row["warm_pool"] \
-            else ""
+        pool = f" Its highest load of a day takes {row['warm_pool']} replicas, sooner than one starts." \
+            if row["out"] and (row["warm_pool"] or 0) > 1 else ""
         said.append(clean(f"Advice for {row['subject']}: {wish}: {row['why']}.{helps}{pool}"))
     return said

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent import scaling
-from agent.model import Batch
+from agent.model import Batch, EngineFacts
 from agent.node import Node
 from agent.scaling import Advice, Seen, asking, from_plain, look, met, to_plain
 from agent.words import scaling_lines
@@ -49,6 +49,8 @@ def changes(told: Sequence[tuple[float, Advice]]) -> list[tuple[float, str]]:
     ("said for a minute at least, then taken back", [2.5] * 3 + [0.1] * 10, [(30, "out"), (90, "")]),
     ("no in within ten minutes of an out", [2.5] * 3 + [0.1] * 60, [(30, "out"), (90, ""), (675, "in")]),
     ("an in is taken back at once", [0.1] * 41 + [0.6] + [0.1] * 3, [(600, "in"), (615, "")]),
+    ("an in does not outlive what it was said by", [0.1] * 41 + [None] * 3, [(600, "in"), (615, "")]),
+    ("what is not known takes no out back", [2.5] * 3 + [None] * 3, [(30, "out")]),
     ("who has just said in waits for a start before it says out", [0.1] * 41 + [9.0] * 25,
      [(600, "in"), (615, ""), (900, "out")]),
 ])
@@ -78,13 +80,42 @@ def test_a_start_is_measured_from_the_process_to_its_first_page() -> None:
     """It went down, its process began at 40, its page came at 220: no replica helps sooner than 180 s."""
     known = met(Advice(), 7.0, T0, up=True)  # it ran before we did: nothing is known of its start
     assert (known.starts, known.startup_s) == ((), 300.0)
-    known = met(known, None, T0 + 30, up=False)
+    known = down(known, 15, 210)
     known = met(known, T0 + 40, T0 + 220, up=True)
     assert (known.starts, known.startup_s) == ((180.0,), 180.0)
     known = met(known, T0 + 40.4, T0 + 225, up=True)  # the same process, its clock read otherwise
     assert known.starts == (180.0,)
-    known = met(known, T0 + 500, T0 + 590, up=True)  # it was back before anybody saw it down
-    assert (known.starts, known.startup_s) == ((180.0, 90.0), 180.0)  # plan for the slower
+    known = down(known, 240, 285)  # it hung
+    known = met(known, T0 + 40, T0 + 300, up=True)
+    assert known.starts == (180.0,)
+    known = met(known, T0 + 301, T0 + 360, up=True)  # it was back before anybody saw it down
+    assert (known.starts, known.startup_s) == ((180.0, 59.0), 180.0)  # plan for the slower
+
+
+def down(known: Advice, start_s: int, end_s: int) -> Advice:
+    """Looks at a replica that does not answer."""
+    for at_s in range(start_s, end_s + 1, 15):
+        known = met(known, None, T0 + at_s, up=False)
+    return known
+
+
+@pytest.mark.parametrize(("story", "known", "began_s", "page_s"), [
+    ("ours began before its page was read, and it ran for 5 h", down(Advice(), 0, 0), -18_000, 15),
+    ("ours was away for 2 h, and it was restarted meanwhile", met(Advice(), T0 - 1e5, T0, up=True), 600, 7200),
+    ("it was down when ours went, and came while ours was away", down(Advice(), 0, 60), 30, 400),
+    ("ours came back while it loaded", down(met(Advice(), T0 - 1e5, T0, up=True), 300, 400), 200, 405),
+    ("the clock was set back", down(Advice(), 0, 600), 30, 200),
+    ("it never told its start before", met(Advice(), None, T0, up=True), 5, 15),
+])
+def test_a_start_that_nobody_saw_teaches_nothing(story: str, known: Advice, began_s: float, page_s: float) -> None:
+    """5 h and 2 h were taken for starts: for as long nothing was advised after a change."""
+    assert met(known, T0 + began_s, T0 + page_s, up=True).starts == (), story
+
+
+def test_a_new_replica_s_start_is_seen_from_before_it_began() -> None:
+    """Its pod is there, its process begins at 40 and answers at 220, and a restart of ours in between is short."""
+    known = from_plain(to_plain(down(Advice(), 0, 120)))
+    assert met(down(known, 150, 210), T0 + 40, T0 + 220, up=True).starts == (180.0,)
 
 
 def test_a_start_of_a_toy_does_not_let_it_flap() -> None:
@@ -93,13 +124,14 @@ def test_a_start_of_a_toy_does_not_let_it_flap() -> None:
 
 
 @pytest.mark.parametrize(("peak", "served", "pool"), [
-    (31.0, 7.0, 4),  # (31 − 7) ÷ 7 = 3.43
-    (28.0, 7.0, 3),
-    (6.0, 7.0, 0),
+    (31.0, 7.0, 5),  # 31 ÷ 7 = 4.43
+    (28.0, 7.0, 4),
+    (6.0, 7.0, 1),
     (6.0, 0.0, None),  # it served nobody: nothing to divide by
+    (6.0, None, None),  # nobody waited: what it could serve is not known
 ])
-def test_the_warm_pool(peak: float, served: float, pool: int | None) -> None:
-    """Checklist 9, step 3: what a spike brings beyond what is there ÷ what a replica serves, rounded up."""
+def test_the_warm_pool(peak: float, served: float | None, pool: int | None) -> None:
+    """Checklist 9, step 3: peak_spike_requests / per_replica_throughput, rounded up."""
     known = look(Advice(), Seen(0.1, arrived_per_s=peak, served_per_s=served), T0)
     assert known.warm_pool == pool
 
@@ -110,33 +142,42 @@ def test_a_spike_is_forgotten_after_a_day() -> None:
     known = look(known, Seen(0.1, arrived_per_s=6.0, served_per_s=5.0), T0 + 3600)
     assert known.peak_per_s == 50.0
     known = look(known, Seen(0.1, arrived_per_s=6.0, served_per_s=5.0), T0 + 90_000)
-    assert (known.peak_per_s, known.warm_pool) == (6.0, 1)
+    assert (known.peak_per_s, known.warm_pool) == (6.0, 2)
 
 
-AGES = st.lists(st.tuples(st.sampled_from([None, 0.0, 0.3, 0.7, 2.5, 60.0]), st.integers(1, 60)), max_size=30)
+SEEN = st.builds(Seen, st.sampled_from([None, 0.0, 0.3, 0.7, 2.5, 60.0]), st.sampled_from([None, 0.0, 5.0]),
+                 st.sampled_from([None, 0.0, 9.0]), st.sampled_from([None, 0.2, 0.9]), st.sampled_from([None, 0.3]),
+                 st.just(1.0))
+PACES_S = [0.5, 5.0, 15.0, 45.0]
+JUMPS_S = [-86400.0, -600.0, -30.0, 120.0, 700.0, 86400.0]  # of the wall clock; what LOST_S says of shorter ones holds
 
 
 @settings(max_examples=60)
-@given(AGES, st.sampled_from([0.5, 5.0, 15.0, 45.0]), st.integers(0, 200),
-       st.lists(st.floats(1.0, 900.0), max_size=5).map(tuple), st.integers(0, 400))
-def test_no_load_makes_it_flap(runs: list[tuple[float | None, int]], every_s: float, away_at: int,
-                               starts: tuple[float, ...], away_s: int) -> None:
-    """Any load, any pace of looks, a restart of the agent anywhere: one change a start, no in within 10 m of an out."""
-    known, at, out_at, raised_at = Advice(starts=starts), T0, -1e9, -1e9
-    ages = [age for age, many in runs for _ in range(many)]
-    for n, age in enumerate(ages):
-        if n == away_at:
-            known, at = from_plain(to_plain(known)), at + away_s  # another process, later
-        before, known = known, look(known, Seen(age), at)
+@given(st.lists(st.tuples(SEEN, st.integers(1, 60)), max_size=30), st.sampled_from(PACES_S),
+       st.dictionaries(st.integers(0, 400), st.sampled_from(JUMPS_S), max_size=3),
+       st.dictionaries(st.integers(0, 400), st.integers(0, 900), max_size=3),
+       st.lists(st.floats(1.0, 900.0), max_size=5).map(tuple))
+def test_no_load_makes_it_flap(runs: list[tuple[Seen, int]], every_s: float, jumps: dict[int, float],
+                               away: dict[int, int], starts: tuple[float, ...]) -> None:
+    """Any load, any pace of looks, restarts of ours and clocks that are set: one change a start, no in after an out.
+
+    Measured by a clock that nobody sets.
+    """
+    known, real, wall, out_at, raised_at = Advice(starts=starts), 0.0, T0, -1e9, -1e9
+    for n, seen in enumerate(seen for seen, many in runs for _ in range(many)):
+        if n in away:
+            known, real, wall = from_plain(to_plain(known)), real + away[n], wall + away[n]  # another process, later
+        wall += jumps.get(n, 0.0)
+        before, known = known, look(known, seen, wall)
         assert not (known.out and known.into)
-        raised = (known.out and not before.out) or (known.into and not before.into)
+        assert not (known.into and seen.queue_age_s is None)
         if known.into:
-            assert at - out_at >= 600.0
-        if raised:
-            assert at - raised_at >= known.startup_s
-            raised_at = at
-        out_at = at if known.out else out_at
-        at += every_s
+            assert real - out_at >= 600.0
+        if (known.out and not before.out) or (known.into and not before.into):
+            assert real - raised_at >= known.startup_s
+            raised_at = real
+        out_at = real if known.out else out_at
+        real, wall = real + every_s, wall + every_s
 
 
 # --- on a node -------------------------------------------------------------------------------------------------------
@@ -176,6 +217,58 @@ def test_a_node_advises_by_its_queue_and_says_why() -> None:
     assert advised(later) == {"llama": (False, False)}  # out was said at 300 the last time
     live(later, 900, 905)
     assert advised(later) == {"llama": (False, True)}
+
+
+def seen_by(here: Node) -> Seen:
+    """The numbers of the one replica."""
+    (target,) = here.scene.targets.values()
+    return scaling.watch(here.scene, target, here.signals)
+
+
+def tell(here: Node, start_s: int, end_s: int, numbers: Callable[[int], dict[str, float]]) -> None:
+    """An engine of two ranks read and judged every 5 s, and what each rank tells ("1 waiting": rank 1 alone)."""
+    for at_s in range(start_s, end_s + 1, 5):
+        told = {**hist("ttft", {"0.5": at_s / 2, "+Inf": at_s / 2}), "prompt_tokens": 1.0 + at_s,
+                "generation_tokens": 1.0 + at_s, **numbers(at_s)}
+        of = [r for n in (0, 1) for r in samples(f"llama/{n}", T0 + at_s, {
+            key: value for key, value in told.items() if key[0] != str(1 - n)})]
+        of += samples("llama", T0 + at_s, {"rung": 3.0, "process_start": T0 - 1e5})
+        of = [r._replace(name=r.name.removeprefix("0 ").removeprefix("1 ")) for r in of]
+        here.take(Batch("engine:llama", T0 + at_s, 0.0, tuple(of), EngineFacts("llama", ("llama/0", "llama/1"))))
+        here.step(T0 + at_s, 5.0)
+
+
+def test_ours_begins_beside_a_steady_engine() -> None:
+    """2 × 128 run and one request a second: the load was taken for 5 a second, and the pool for five replicas."""
+    here = node("queue-age")
+    tell(here, 0, 30, lambda at_s: {"running": 128.0, "waiting": 0.0, "finished.stop": at_s / 2})
+    assert seen_by(here)[-2:] == (None, None)
+    tell(here, 35, 300, lambda at_s: {"running": 128.0, "waiting": 0.0, "finished.stop": at_s / 2})
+    assert seen_by(here)[-2:] == (1.0, None)  # nobody waits: it could serve more, and nobody knows how much
+    assert here.check()["scaling"][0]["warm_pool"] is None
+    tell(here, 305, 420, lambda at_s: {"running": 128.0, "waiting": at_s - 300.0, "finished.stop": at_s / 2})
+    assert seen_by(here)[-2:] == (3.0, 1.0)  # 2 more wait each second and 1 is served
+    assert here.check()["scaling"][0]["warm_pool"] == 3
+
+
+def test_a_rank_where_nothing_runs_has_room_that_nobody_can_count() -> None:
+    """Five wait on a rank that has just become empty, three on one with room for four: nobody lacks a slot."""
+    here = node("queue-age")
+    tell(here, 0, 5, lambda _: {"0 running": 4.0, "0 waiting": 3.0, "1 running": 0.0, "1 waiting": 5.0,
+                                "0 kv_usage": 0.5, "1 kv_usage": 0.0})
+    assert (seen_by(here).waiting, seen_by(here).free) == (3.0, 4.0)
+
+
+def test_a_replica_that_went_spares_nobody() -> None:
+    """It said "in" and is down at the next look: that is taken back at once."""
+    here = node("queue-age")
+    live(here, 0, 630)
+    assert advised(here) == {"llama": (False, True)}
+    for at_s in range(635, 665, 5):
+        gone = tuple(samples("llama", T0 + at_s, {"rung": 0.0}))
+        here.take(Batch("engine:llama", T0 + at_s, 0.0, gone, error="refused"))
+        here.step(T0 + at_s, 5.0)
+    assert advised(here) == {"llama": (False, False)}
 
 
 def test_a_quiet_agent_that_was_away_begins_its_ten_minutes_anew() -> None:
