@@ -1587,17 +1587,22 @@ def gpus_unallocatable(ask: Ask) -> Signal:
 def business_drop(ask: Ask) -> Signal:
     """M7. How far a business metric is below itself a week ago, or a day ago (params `back`).
 
-    A week ago it was the same day of the week; where that is not known, a day ago stands in for it. Of a JSON address,
-    which tells no past, the day before is remembered.
+    A week ago it was the same day of the week; where the source says that it has nothing of then, a day ago stands in
+    for it. A source that could not be asked says no such thing. Of a JSON address, which tells no past, the day before
+    is remembered, and that alone is information: no Saturday is to be measured by a Friday.
     """
     got = ask.latest("sourced")
     if isinstance(got, Signal):
         return got
     week, day = past_of(ask, "sourced_7d", WEEK_S), past_of(ask, "sourced_1d", DAY_S)
     wants_week = float(ask.rule.params["back"]) > DAY_S
-    if not wants_week and not isinstance(week, float):
+    no_week = isinstance(week, Gap) and week.code in (Why.NO_DATA, Why.MISSING)
+    tells_past = any(ask.windows.track_of(ask.subject, name) for name in ("sourced_1d", "sourced_7d"))
+    if wants_week and no_week and isinstance(day, float) and not tells_past:
+        return ask.idle("it tells no value of a week ago: business-metric-day compares with yesterday")
+    if not wants_week and no_week and tells_past:
         return ask.idle("no value of a week ago: business-metric itself compares with yesterday")
-    before, back = (week, "a week ago") if wants_week and isinstance(week, float) else (day, "a day ago")
+    before, back = (day, "a day ago") if no_week or not wants_week else (week, "a week ago")
     if not isinstance(before, float):
         if before.code in (Why.NO_DATA, Why.MISSING):
             back = "a day or a week ago yet" if wants_week else "a day ago"

@@ -292,6 +292,20 @@ def test_a_day_ago_stands_in_for_a_week_that_nobody_knows() -> None:
     assert "note" not in signal.evidence
 
 
+@pytest.mark.parametrize(("story", "now", "day", "fires"), [
+    ("Saturday, as a week ago, and 30 % under Friday", 7000.0, 10000.0, []),
+    ("it fell, and was as low yesterday", 5000.0, 5000.0, [("business-metric", "orders", "firing", 600.0)]),
+])
+def test_a_week_that_could_not_be_asked_is_not_yesterday(story: str, now: float, day: float, fires: list[Any]) -> None:
+    """The query of last week's value timed out: Friday stood in, and Saturday paged, or a page ended."""
+    node = shop()
+    changes = play(node, 0, 700, lambda _: {"orders": {"sourced": now, "sourced_1d": day, "sourced_7d": 7100.0}})
+    changes += play(node, 705, 2500, lambda _: {"orders": {"sourced": now, "sourced_1d": day, "sourced_7d": None}})
+    assert [change for change in changes if change[0] == "business-metric"] == fires, story
+    signal = node.signals["business-metric", "orders"]
+    assert (signal.state, signal.why) == ("gap", "its value a week ago: refused")
+
+
 def test_4_9_percent_is_no_alert_and_a_small_count_says_how_much_it_varies() -> None:
     """The limit of 5 %; of 900 events 10 % are noise (3 / sqrt(900))."""
     node = shop()
@@ -308,16 +322,17 @@ def test_4_9_percent_is_no_alert_and_a_small_count_says_how_much_it_varies() -> 
 
 
 def test_a_json_address_is_compared_with_what_it_told_yesterday() -> None:
-    """It has no past of its own: after a day of watching its fall is seen, through a restart of the agent."""
+    """It has no past of its own: after a day its fall is noted, through a restart. No Saturday pages by Friday."""
     node = shop()
     assert play(node, 0, DAY_S, lambda _: {"orders": {"sourced": 10000.0}}, 60.0, "json") == []
-    assert node.signals["business-metric", "orders"].value == 0.0
+    assert node.signals["business-metric-day", "orders"].value == 0.0
     rows = node.windows.unsaved()
     again = shop()
     again.restore(node.book, {"sourced": node.learned.sourced})
     again.windows.restore(row for row in rows if row.res == "coarse" or row.at > T0 + DAY_S - 4000)
     changes = play(again, DAY_S + 5, DAY_S + 700, lambda _: {"orders": {"sourced": 9000.0}}, 5.0, "json")
-    assert changes == [("business-metric", "orders", "firing", DAY_S + 605.0)]
+    assert changes == [("business-metric-day", "orders", "firing", DAY_S + 605.0)]
+    assert again.signals["business-metric", "orders"].state == "idle"
 
 
 def test_a_gap_holds_the_alert_and_five_minutes_of_it_are_blindness() -> None:
