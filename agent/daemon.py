@@ -91,8 +91,8 @@ def setup_of(config: Config, rules: Sequence[Rule], *, clip_windows: bool = Fals
                  config.external_url, config.nvml != "off", clip_windows,
                  xid_severity={number: over.severity for number, over in config.rules.xid.items()},
                  gpus_expected=config.gpus.expected,
-                 sourced=tuple(source_names(config)),
-                 business=frozenset(business_of(config, rules)),
+                 sourced=tuple(source_names(config)) if asks_sources(config) else (),
+                 business=frozenset(business_of(config, rules)) if asks_sources(config) else frozenset(),
                  patterns=None if config.pattern is None else patterns.parse(config.pattern))
 
 
@@ -135,7 +135,7 @@ def sources_of(config: Config, shapes: dict[str, bool], cursor: Mapping[str, Any
         from agent.sources.workloads import WorkloadsSource  # for one agent of a cluster
 
         sources.append(WorkloadsSource())
-    if config.sources.promql or config.sources.json:
+    if source_names(config) and asks_sources(config):
         sources += asked_sources(config)
     sources += [RouterSource(target_name(router), router.url, kind=router.kind) for router in config.routers]
     if config.nvml != "off":
@@ -144,6 +144,20 @@ def sources_of(config: Config, shapes: dict[str, bool], cursor: Mapping[str, Any
         path = None if config.kernel_log == "auto" else Path(config.kernel_log)
         sources.append(KernelLog(path, cursor, undated=once))
     return sources
+
+
+def asks_sources(config: Config) -> bool:
+    """Whether PromQL and JSON sources are asked here: on the nodes of a cluster by the one agent of `cluster_rules`."""
+    return config.cluster_rules or not os.environ.get("NODE_NAME")
+
+
+def not_asked(config: Config) -> list[str]:
+    """A sentence where sources are configured and another agent shall ask them."""
+    if asks_sources(config) or not source_names(config):
+        return []
+    names = ", ".join(source_names(config))
+    why = "each node would tell the same: give one agent `cluster_rules: true`"
+    return [f"sources: {names} are not asked here, where {why}"]
 
 
 def asked_sources(config: Config) -> list[Source]:
@@ -236,7 +250,8 @@ def build(config: Config, rules: RuleSet, gpus: Gpus = real_gpus, clock: Clock =
     if config.discover:  # whose process is whose, only discovery knows
         sources.append(ProbeSource(config.probe.folder))
     agent = Agent(Node(setup_of(config, rules.rules)), Collector(sources, clock, monotonic), store,
-                  notes=[*without_function(config), *not_installed(config), *without_api(config), *rules.notes],
+                  notes=[*without_function(config), *not_installed(config), *without_api(config), *not_asked(config),
+                         *rules.notes],
                   clock=clock, monotonic=monotonic)
     if config.discover:
         agent.adopt = lambda found: adopt(config, found, shapes.get(found.name))

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from agent.config import Config, business_of, load_all, rules_for
-from agent.daemon import sources_of
+from agent.daemon import not_asked, setup_of, sources_of
 from agent.json_path import steps_of
 from agent.model import Batch, Gap, Sample, Why
 from agent.node import Node, Setup
@@ -200,6 +201,24 @@ def test_each_source_is_judged_by_its_own_rule_or_as_a_business_metric(tmp_path:
     judged = {source.name: getattr(source, "judged_by", None) for source in sources_of(config, {})}
     assert judged == {"promql:orders": "judged by business-metric, business-metric-day",
                       "json:rated": "judged by rated-low"}
+
+
+def test_on_twenty_nodes_one_agent_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One ConfigMap for all: 20 times the queries, and 20 tickets."""
+    file = tmp_path / "tocsin.yaml"
+    file.write_text(SOURCES % "/t")
+    config, rules = load_all(file, {}, CATALOGUE)
+    one = msgspec.structs.replace(config, cluster_rules=True)
+    assert len(sources_of(config, {})) == 2  # a machine that is nobody's node
+    assert not_asked(config) == []
+    monkeypatch.setenv("NODE_NAME", "gpu-17")
+    assert sources_of(config, {}) == []
+    assert (setup_of(config, rules.rules).sourced, setup_of(config, rules.rules).business) == ((), frozenset())
+    assert not_asked(config)[0].startswith("sources: orders, rated are not asked here")
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    assert [source.name for source in sources_of(one, {})] == ["promql:orders", "json:rated"]
+    assert setup_of(one, rules.rules).sourced == ("orders", "rated")
+    assert not_asked(one) == []
 
 
 @pytest.mark.parametrize(("changed", "said"), [
