@@ -87,7 +87,8 @@ PATTERNS: Mapping[int, Pattern] = {pattern.number: pattern for pattern in (
         Item("the encoder's transfer boundary", ("feature-transfer-failed",)),
         Item("the KV transfer boundary", ("kv-transfer-failed", "handover-queue", "handover-state")),
         Item("first-output attribution", ("first-output-elsewhere",)),
-        Item("dynamic media shapes", ("graph-fallback",)),
+        Item("dynamic media shapes", (), "no engine tells them: graph-fallback sees decode's batches alone, a profile"
+                                         " of the encoder tells"),
         Item("feature identity", (), "that features are those of the request no counter tells: compare answers to known"
                                      " media, as the canary of a release does"),
     )),
@@ -156,7 +157,8 @@ def recognise(targets: Sequence[Seen], routers: Mapping[str, int], node_gpus: in
         if count > 1 and not apart:
             found.setdefault(2, f"{count} replicas that the router {router} tells of")
     only = targets[0] if len(targets) == 1 else None
-    if not found and only is not None and not routers and only.engines == 1 and only.gpus <= 1 and only.ranks <= 1:
+    on_one = only is not None and (only.gpus == 1 or node_gpus <= 1)  # 0: not known, which of a node of 8 may be all
+    if not found and only is not None and on_one and not routers and only.engines == 1 and only.ranks <= 1:
         found[1] = f"one engine ({only.name}) on {'one GPU' if only.gpus else 'no GPU that is seen'}, and no router"
     return dict(sorted(found.items()))
 

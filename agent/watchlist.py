@@ -7,7 +7,7 @@ or JSON source of a certain name (agent.patterns.FEEDS); where there is none it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
-from itertools import combinations
+from itertools import combinations, islice
 from typing import TYPE_CHECKING
 
 from agent.model import Gap, Sample, Signal, SubjectKind, Why
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 COLD_S, STEADY_FROM_S, STEADY_S = 300.0, 600.0, 600.0  # of an engine's life: cold, steady from, and so long at least
 STARTED_WITHIN_S = 3600.0  # rows are kept a little longer
 LEAST_MEAN = 20.0  # requests that a mean is made of, at least
+DOWN_READS = 3  # as in the rule engine-down
 LEAST_WAITING = 4.0  # fewer requests between two stages are none that pile up
+CAME_S = 120.0  # before a number is at its least: the traffic that it goes with
+MORE = 1.1  # times the prompt tokens of before: traffic has risen
 RISING = 8.0  # requests held by which the floor must rise
 ROOM = 0.5  # of its KV cache in use: a pool under that has room
 LOADED_S = 120.0  # after the first page of an engine that has just loaded its weights
@@ -215,17 +218,20 @@ def _started(ask: Ask, target: str, within_s: float) -> bool:
 
 def overload_everywhere(ask: Ask, queue_age: Callable[[Ask, str], Signal]) -> Signal:
     """The least queue age of all replicas of a model: over its limit no routing helps."""
-    found: list[tuple[float, dict[str, float]]] = []
+    found: list[tuple[float, dict[str, float], int]] = []
     for group in groups(ask).values():
-        ages: dict[str, float] = {}
-        for _, engine in group:
+        ages, down = dict[str, float](), 0
+        for target, engine in group:
+            if is_down(ask, target):  # no routing helps by it
+                down += 1
+                continue
             age = queue_age(ask, engine)
             if age.state == "gap" and len(group) > 1:
                 return ask.gap(age.code or Why.MISSING, f"the queue of {engine}: {age.why}")
             if age.state == "value" and age.value is not None:
                 ages[engine] = age.value
-        if len(ages) > 1:
-            found.append((min(ages.values()), ages))
+        if ages and len(ages) + down > 1:
+            found.append((min(ages.values()), ages, down))
     method = "exact"
     if not found:
         got = fed(ask, "replica-queue-age")
@@ -235,10 +241,17 @@ def overload_everywhere(ask: Ask, queue_age: Callable[[Ask, str], Signal]) -> Si
             return untold(ask, "only one replica is seen from here", "replica-queue-age")
         if got is None or len(got) < 2:
             return ask.idle("fewer than two replicas are awake and warm")
-        found, method = [(min(got.values()), got)], "source replica-queue-age"
-    least, ages = max(found, key=lambda one: one[0])
+        found, method = [(min(got.values()), got, 0)], "source replica-queue-age"
+    least, ages, down = max(found, key=lambda one: one[0])
     return ask.value(least, method=method, evidence={
-        "text": f"each of {len(ages)} replicas has a request that has queued {span(least)} or longer"})
+        "text": f"each of {len(ages)} replicas has a request that has queued {span(least)} or longer"
+                + (f"; {down} more do not answer (engine-down)" if down else "")})
+
+
+def is_down(ask: Ask, target: Target) -> bool:
+    """Whether so many reads in a row were refused that engine-down fires."""
+    rows = list(islice(ask.windows.backward(target.name, ("down", "")), DOWN_READS))
+    return len(rows) == DOWN_READS and all(value > 0 for _, value in rows)
 
 
 # --- 3: several nodes -------------------------------------------------------------------------------------------------
@@ -301,9 +314,11 @@ def _ranks(ask: Ask, engine: str) -> tuple[Set[str], Set[str], int] | Gap:
 def expert_imbalance(ask: Ask) -> Signal:
     """The load of the busiest expert (or its GPU) as a multiple of the mean."""
     found: dict[str, float] = {}
-    for _, engine in engines(ask):
-        if ask.windows.problem(engine, "expert_balance_count", ask.now):
-            continue
+    tellers = [engine for _, engine in engines(ask) if ask.windows.track_of(engine, "expert_balance_count")]
+    for engine in tellers:
+        gap = ask.windows.problem(engine, "expert_balance_count", ask.now)
+        if gap is not None:
+            return ask.gap(gap.code, f"{engine}: {gap.why}")
         total, passes = (sum(ask.windows.increases(engine, f"expert_balance_{part}", ask.start()).values())
                          for part in ("sum", "count"))
         if passes >= (ask.rule.min_count or 1) and total > 0:
@@ -312,6 +327,8 @@ def expert_imbalance(ask: Ask) -> Signal:
         worst = max(found, key=found.__getitem__)
         return ask.value(found[worst], method="engine's own balance", evidence={
             "text": f"the busiest expert GPU of {worst} has {found[worst]:.1f}× the mean load"})
+    if tellers:
+        return ask.idle(f"fewer than {ask.rule.min_count} passes in {span(ask.window_s())}")
     got = fed(ask, "expert-load")
     if isinstance(got, Signal):
         return got
@@ -367,23 +384,32 @@ def kv_transfer_failures(ask: Ask) -> Signal:
 
 
 def handover_state(ask: Ask) -> Signal:
-    """Requests whose KV blocks prefill holds and decode does not fetch: expired ones, or a floor that rises."""
+    """Requests whose KV blocks prefill holds and decode does not fetch: expired ones, or a floor that rises.
+
+    More traffic raises the floor as well (Little: held = arrivals/s × time held): such a rise says nothing.
+    """
     assert ask.target is not None  # noqa: S101
     if any(ask.windows.keys_now(e, "handover_expired") for e in ask.target.engines):
         return _counted(ask, "handover_expired", "", "expired at prefill before anybody fetched them")
     half_s, middle = ask.window_s() / 2, ask.now - ask.window_s() / 2
-    risen, held = 0.0, 0.0
+    floors, came = [0.0, 0.0], [0.0, 0.0]  # of each half
     for engine in ask.target.engines:
         rows = list(ask.windows.history(engine, "handover_held", middle - half_s))
-        before, after = [v for at, v in rows if at < middle], [v for at, v in rows if at >= middle]
+        before, after = [(v, at) for at, v in rows if at < middle], [(v, at) for at, v in rows if at >= middle]
         if not before or not after:
             gap = ask.windows.problem(engine, "handover_held", ask.now)
             return ask.idle("not watched for long enough") if gap is None else absent(
                 ask, gap, "its page tells nothing of what prefill holds for decode (vLLM's NIXL and SGLang do)")
-        risen, held = risen + min(after) - min(before), held + min(after)
+        for half, (least, at) in enumerate((min(before), min(after))):
+            floors[half] += least
+            came[half] += ask.windows.increase(engine, "prompt_tokens", at - CAME_S, at)
+    risen = floors[1] - floors[0]
+    if risen >= RISING and came[1] > MORE * came[0]:
+        return ask.gap(Why.NO_DATA, f"prefill holds {risen:.0f} requests more than {span(half_s)} ago, and its traffic"
+                                    " has risen, too: whether they are fetched is not known until it is steady")
     left = risen if risen >= RISING else 0.0
     return ask.value(left, at=ask.told_at("handover_held", *ask.target.engines), evidence={
-        "text": f"prefill holds {held:.0f} requests or more that decode has not fetched, {risen:+.0f} in"
+        "text": f"prefill holds {floors[1]:.0f} requests or more that decode has not fetched, {risen:+.0f} in"
                 f" {span(half_s)}"})
 
 
@@ -408,8 +434,9 @@ def role_of(ask: Ask, target: Target) -> str:
     told = ask.scene.roles.get(target.name, "")
     if told:
         return told
-    prompt = sum(ask.windows.increase(e, "prompt_tokens", ask.start()) for e in target.engines)
-    far = [ask.windows.increase(e, "external_hits", ask.start()) for e in target.engines
+    start = ask.now - STARTED_WITHIN_S  # as long as is remembered: a quiet minute makes no other role
+    prompt = sum(ask.windows.increase(e, "prompt_tokens", start) for e in target.engines)
+    far = [ask.windows.increase(e, "external_hits", start) for e in target.engines
            if ask.windows.keys_now(e, "external_hits")]
     transfers = any(ask.windows.keys_now(e, "kv_transfer_failures") for e in target.engines)
     if prompt <= 0 or not transfers:
@@ -420,8 +447,10 @@ def role_of(ask: Ask, target: Target) -> str:
 def pool_ratio(ask: Ask) -> Signal:
     """Requests that wait in one pool, an engine of it, while the other pool has room and no queue."""
     pools: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": []}
+    guessed: list[str] = []
     for target in ask.scene.targets.values():
         role = role_of(ask, target)
+        guessed += [f"{target.name} {role}"] if role and not ask.scene.roles.get(target.name) else []
         for engine in target.engines if role else ():
             if ask.scene.sleeps(engine):
                 continue
@@ -442,7 +471,11 @@ def pool_ratio(ask: Ask) -> Signal:
     has_room = queues[other] == 0 and fullest < ROOM
     text = (f"{queues[short]:.1f} requests wait at each of {len(pools[short])} {short} engines; of {len(pools[other])}"
             f" {other} engines the fullest KV cache is {fullest:.0%} full")
-    return ask.value(queues[short] if has_room else 0.0, evidence={"text": text})
+    method = "exact"
+    if guessed:
+        method = "estimate: roles"
+        text += f"; roles estimated by where the last hour's prompt tokens came from: {', '.join(guessed)}"
+    return ask.value(queues[short] if has_room else 0.0, method=method, evidence={"text": text})
 
 
 # --- 6: encoder, prefill, decode --------------------------------------------------------------------------------------

@@ -90,6 +90,8 @@ def world(*names: str, **more: Any) -> World:
 @pytest.mark.parametrize(("targets", "routers", "gpus", "sources", "found"), [
     ([Seen("a", "llama", gpus=1)], {}, 1, (), {1: "one engine (a) on one GPU, and no router"}),
     ([Seen("a", "llama", gpus=4)], {}, 4, (), {}),
+    ([Seen("a", "llama")], {}, 8, (), {}),
+    ([Seen("a", "llama")], {}, 1, (), {1: "one engine (a) on no GPU that is seen, and no router"}),
     ([Seen("a", "llama"), Seen("b", "llama")], {"edge": 2}, 2, (),
      {2: "2 replicas of llama (a, b) behind the router edge"}),
     ([Seen("a", "llama"), Seen("b", "qwen")], {}, 2, (), {}),
@@ -296,6 +298,18 @@ def test_a_series_whose_target_has_ended_is_no_member_any_more() -> None:
     assert (here.state("weights-stale"), here.node.signals["weights-stale", "gpu-17"].value) == ("value", 0.0)
 
 
+def test_2_everywhere_is_everywhere_that_answers() -> None:
+    """c is down from 100 s on, and a and b have the load of three: it was a Gap for as long as c was down."""
+    def tell(at: float) -> Mapping[str, Numbers]:
+        stuck = CALM | {"waiting": 5.0 if at > 100 else 0.0, "ttft.count": 50.0, "down": 0.0}
+        return {"a": stuck, "b": stuck, "c": stuck if at < 100 else {"down": 1.0}}
+
+    here = world("a", "b", "c").play(0, 150, tell)
+    assert {"engine-down", "overload-everywhere"} <= here.fired.keys()
+    assert here.text("overload-everywhere").startswith("each of 2 replicas has a request that has queued")
+    assert here.text("overload-everywhere").endswith("; 1 more do not answer (engine-down)")
+
+
 def test_2_one_replica_on_a_node_is_judged_by_a_source_or_a_gap_that_names_it() -> None:
     """The others are on other nodes: their hit ratios come from the Prometheus that sees all."""
     alone = world("a", pattern="replicas").play(0, 40, lambda _: {"a": CALM})
@@ -391,6 +405,14 @@ def test_4_hot_experts(balance: float, fires: bool) -> None:
     assert ("experts-hot" in fed.fired) is fires  # 400 of a mean of 200 is 2 times
 
 
+def test_4_too_few_passes_are_no_missing_page() -> None:
+    """60 passes in 10 min of the 100 that are wanted: nothing to judge yet; it was called "on no page here"."""
+    shown = {"a": engine("a", "moe", shows={4: "sglang:eplb_balancedness"})}
+    here = World(shown).play(0, 900, lambda at: {"a": CALM | {
+        "expert_balance_sum": at / 100, "expert_balance_count": at / 10}}, 15.0)
+    assert (here.state("experts-hot"), here.text("experts-hot")) == ("idle", "fewer than 100 passes in 10 min")
+
+
 @pytest.mark.parametrize(("moves", "fires"), [(9.0, True), (2.0, False)])
 def test_4_rebalancing(moves: float, fires: bool) -> None:
     """9 moves within an hour, or 2."""
@@ -419,7 +441,8 @@ def test_5_a_right_deployment_is_quiet() -> None:
 
 def test_5_a_wrong_one_has_coupled_queues_failures_state_and_pools_of_the_wrong_size() -> None:
     """12 of 16 wait at decode (75 %); a transfer fails at 1000 s; prefill holds 1 more each 20 s; 9 wait at prefill."""
-    here = pools(lambda at: {"handover_held": at // 20, "kv_transfer_failures.transfer": 0.0, "waiting": 9.0},
+    here = pools(lambda at: {"handover_held": at // 20, "kv_transfer_failures.transfer": 0.0, "waiting": 9.0,
+                             "prompt_tokens": 900 * at},
                  lambda at: {"handover_waiting.allocation": 12.0, "kv_usage": 0.2,
                              "kv_transfer_failures.transfer": float(at >= 1000)})
     assert {"handover-queue", "kv-transfer-failed", "handover-state", "pool-ratio"} <= here.fired.keys()
@@ -427,6 +450,23 @@ def test_5_a_wrong_one_has_coupled_queues_failures_state_and_pools_of_the_wrong_
     assert here.text("handover-queue", "d") == ("12 wait for their KV cache from prefill (12 allocation), 4 run")
     assert here.text("pool-ratio").startswith("9.0 requests wait at each of 1 prefill engines; of 1 decode engines")
     assert here.node.signals["handover-state", "p"].value == 30.0  # 600 s of 1 in 20 s
+
+
+def test_5_a_floor_that_rises_with_the_traffic_is_no_leak() -> None:
+    """Traffic triples from 600 s to 1500 s, and so does what is under way: 20 requests, then 60.
+
+    At 1500 s the floor of the last 10 min is 33, 13 over that of the 10 before. Once all is steady it is quiet.
+    """
+    def tell(at: float) -> Numbers:
+        more = min(1.0, max(0.0, (at - 600) / 900))
+        tokens = at + max(0.0, at - 600) * more if at < 1500 else 2400 + 3 * (at - 1500)
+        return CALM | {"handover_held": 20 + 40 * more, "kv_transfer_failures.transfer": 0.0, "prompt_tokens": tokens}
+
+    here = World({"p": engine("p", role="prefill"), "d": engine("d", role="decode")})
+    here.play(0, 1500, lambda at: {"p": tell(at), "d": CALM}, 15.0)
+    assert ("handover-state" in here.fired, here.state("handover-state", "p")) == (False, "gap")
+    here.play(1515, 3300, lambda at: {"p": tell(at), "d": CALM}, 15.0)
+    assert ("handover-state" in here.fired, here.state("handover-state", "p")) == (False, "value")
 
 
 def test_5_a_pool_whose_fullest_engine_is_lost_is_not_said_to_have_room() -> None:
@@ -447,6 +487,8 @@ def test_5_expired_blocks_are_counted_and_roles_of_vllm_are_seen_by_its_tokens()
         "d": CALM | {"kv_transfer_failures.transfer": 0.0, "handover_expired": 0.0, "prompt_tokens": 100 * at,
                      "external_hits": 80 * at}}, 15.0)
     assert here.node.signals["handover-state", "p"].value == 3.0
+    assert here.text("pool-ratio").endswith("prompt tokens came from: p prefill, d decode")
+    assert here.node.signals["pool-ratio", "gpu-17"].method == "estimate: roles"
     assert {"handover-state", "pool-ratio"} <= here.fired.keys()
 
 
