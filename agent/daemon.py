@@ -388,7 +388,10 @@ def is_good(path: Path | None, running: Config) -> bool:
 def try_places(config: Config, running: Config) -> None:
     """See that what a new configuration names otherwise can be had. Raises CannotServe, StoreError."""
     if config.state_dir != running.state_dir:
-        Store(config.state_dir / DATABASE).close()
+        store = Store(config.state_dir / DATABASE)
+        store.close()
+        if store.problem:
+            raise StoreError(store.problem)
     if config.socket != running.socket:
         serve_unix(_nobody, config.socket).close()
     if config.listen != running.listen:

@@ -2,11 +2,13 @@
 
 A tick is one transaction: its transitions, the notices that they owe, the open alerts, the window memory. What is owed
 to the channels is also held in memory, and memory is what the outbox reads: a full disk must not silence a page. What
-could not be written waits here and goes first in the next transaction.
+could not be written waits here and goes first in the next transaction. Where the file system takes no write at the
+start, the database is kept in memory, with what the file held, until it can be written.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import sqlite3
@@ -14,10 +16,12 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import msgspec
 import structlog
@@ -78,6 +82,9 @@ _SELECT_OWED = (
 _TRANSITION_KEYS = ("id", "at", "kind", "rule", "subject", "severity", "value", "limit", "why", "alert")
 
 _BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+# What a file system says that is read-only, full or failing; a wrong user or path ends the start instead.
+_NO_WRITE = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
+_NO_WRITE_OS = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO}
 
 _Row = tuple[str, tuple[Any, ...]]  # a statement and its arguments
 
@@ -118,7 +125,7 @@ class Store:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or make the database at `path` (mode 0600). Raises StoreError."""
+        """Open or make the database at `path` (mode 0600), or one in memory meanwhile. Raises StoreError."""
         self.path = path
         self.notes: list[str] = []
         self.problem: str | None = None
@@ -131,26 +138,36 @@ class Store:
         self._failing_since: dict[str, float] = {}
         self._meta: dict[str, str] = {}
         self._sync = ""
-        self._guard = _claim(path)
+        self._is_open = True
+        self._in_memory = False
+        self._guard = -1
         try:
-            self._db = self._open()
+            try:
+                self._guard = _claim(path)
+                self._db = self._open()
+            except StoreError as error:
+                if not _takes_no_write(error.__cause__):
+                    raise
+                self._begin_in_memory(error)
             self._load_or_begin_afresh()
         except BaseException:
-            os.close(self._guard)
+            if self._guard >= 0:
+                os.close(self._guard)
             raise
 
     def close(self) -> None:
         """Write what still waits, and let go of the file. Closing twice is closing once."""
         with self._lock:
-            if self._guard < 0:
+            if not self._is_open:
                 return
             try:
                 self._save([], [])
             except NotSaved as error:
                 log.warning("database_not_saved", error=str(error))
             self._db.close()
-            os.close(self._guard)
-            self._guard = -1
+            if self._guard >= 0:
+                os.close(self._guard)
+            self._is_open = False
 
     # ---- the tick ----
 
@@ -170,6 +187,8 @@ class Store:
         the notices are owed and will be delivered from memory.
         """
         with self._lock:
+            if self._in_memory:
+                self._move_to_disk()
             owed = [self._owe(now, channel, message) for channel, message in notices]  # first: whatever fails below
             durable: list[_Row] = [("INSERT OR REPLACE INTO layouts VALUES(?,?,?)", tuple(row)) for row in layouts]
             durable += [self._transition_row(change) for change in transitions]
@@ -422,7 +441,7 @@ class Store:
 
         On failure `durable` waits for the next time; of `soft` only what belongs to a tick, until the next one.
         """
-        if self._guard < 0:
+        if not self._is_open:
             raise NotSaved(f"{self.path}: closed; what was done since is done again after the restart")
         self._unsaved += durable
         left = self._left or [] if book is not None else []
@@ -448,7 +467,7 @@ class Store:
         if book is not None:
             self._left = None
             self._saved = book
-        if self._left is None:
+        if self._left is None and not self._in_memory:
             self.problem = None
 
     def _write(self, rows: Sequence[_Row], *, sync: bool) -> None:
@@ -486,11 +505,53 @@ class Store:
         except sqlite3.DatabaseError as error:
             raise StoreError(_open_text(self.path, error)) from error
 
+    def _begin_in_memory(self, why: StoreError) -> None:
+        """Nothing can be written: what the file holds is taken into memory, and alerts go on from there."""
+        self._in_memory = True
+        self.problem = _unsaved_text(self.path, why.__cause__ or why)
+        log.error("database_in_memory", error=self.problem)
+        if self.path.exists():
+            # Without a -wal all is in the file itself; SQLite would want to make one, and must be told not to.
+            how = "mode=ro" if self.path.with_name(f"{self.path.name}-wal").exists() else "mode=ro&immutable=1"
+            self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+            try:
+                with closing(sqlite3.connect(f"file:{quote(str(self.path))}?{how}", uri=True)) as file:
+                    file.backup(self._db)
+                _prepare(self._db, self.path)
+            except sqlite3.Error as error:
+                self._db.close()
+                self.notes.append(f"{self.path}: cannot be read ({error}); alerts that were open fire again")
+            else:
+                return
+        self._db = _new_in_memory(self.path)
+
+    def _move_to_disk(self) -> None:
+        """Try to write what is in memory in place of the file, from which it began, and go on there."""
+        file: sqlite3.Connection | None = None
+        try:
+            self._guard = _claim(self.path) if self._guard < 0 else self._guard
+            file = self._open()
+            self._db.backup(file)
+        except (StoreError, sqlite3.Error) as error:
+            self.problem = _unsaved_text(self.path, error.__cause__ or error)
+            if file is not None:
+                file.close()
+            return
+        self._db.close()
+        self._db, self._in_memory, self._sync = file, False, ""
+        log.info("database_on_disk", path=str(self.path))
+
     def _begin_afresh(self, error: sqlite3.DatabaseError) -> None:
         """The file broke while in use: move it aside; all that memory knows goes into a new one."""
         self._db.close()
-        self._move_aside(error)
-        self._db = _connect(self.path)
+        try:
+            self._move_aside(error)
+            self._db = _connect(self.path)
+        except StoreError as fault:  # what broke the file has made its file system read-only
+            if not _takes_no_write(fault.__cause__):
+                raise
+            log.error("database_in_memory", error=str(fault))  # noqa: TRY400  (its text is the whole story)
+            self._in_memory, self._db = True, _new_in_memory(self.path)
         self._sync = ""
         self._saved = Book()
         known = {args[0] for sql, args in self._unsaved if sql == _ADD_NOTICE}
@@ -500,10 +561,13 @@ class Store:
 
     def _move_aside(self, error: BaseException) -> None:
         aside = self.path.with_name(f"{self.path.name}.broken-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
-        for suffix in ("", "-wal", "-shm"):
-            part = self.path.with_name(self.path.name + suffix)
-            if part.exists():
-                part.replace(aside.with_name(aside.name + suffix))
+        try:
+            for suffix in ("", "-wal", "-shm"):
+                part = self.path.with_name(self.path.name + suffix)
+                if part.exists():
+                    part.replace(aside.with_name(aside.name + suffix))
+        except OSError as fault:
+            raise StoreError(_open_text(self.path, fault)) from fault
         note = (
             f"{self.path} is damaged ({error}); it was moved to {aside} and a new one begins: alerts that were open "
             "fire again, notices that were still owed and the windows' memory are in the old file only"
@@ -517,9 +581,10 @@ class Store:
             self._load()
         except (StoreError, sqlite3.Error, TypeError, ValueError) as error:
             self._db.close()
-            self._move_aside(error.__cause__ or error)
+            if not self._in_memory:
+                self._move_aside(error.__cause__ or error)
             self._meta, self._pending, self._failing_since = {}, defaultdict(dict), {}
-            self._db = self._open()
+            self._db = _new_in_memory(self.path) if self._in_memory else self._open()
             self._load()
 
     def _load(self) -> None:
@@ -611,6 +676,13 @@ def _connect(path: Path) -> sqlite3.Connection:
     return db
 
 
+def _new_in_memory(path: Path) -> sqlite3.Connection:
+    """An empty database for as long as `path` cannot be written."""
+    db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    _prepare(db, path)
+    return db
+
+
 def _damaged(why: str) -> sqlite3.DatabaseError:
     """As SQLite says it of a file that is broken."""
     error = sqlite3.DatabaseError(why)
@@ -639,12 +711,18 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
         db.executescript(f"BEGIN; {added} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
 
 
+def _takes_no_write(error: BaseException | None) -> bool:
+    """Whether a file system said that it is read-only, full or failing."""
+    return (isinstance(error, OSError) and error.errno in _NO_WRITE_OS) or (
+        isinstance(error, sqlite3.Error) and _code(error) in _NO_WRITE)
+
+
 def _is_silenced(alert: str) -> bool:
     """Whether a saved alert had the annotation of a silence."""
     return f'"{SILENCED}"' in alert and SILENCED in msgspec.json.decode(alert).get("annotations", {})
 
 
-def _code(error: Exception) -> int:
+def _code(error: BaseException) -> int:
     """SQLite's primary result code: the extended ones keep it in their low byte."""
     return int(getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
@@ -683,7 +761,7 @@ def _open_text(path: Path, error: Exception) -> str:
     )
 
 
-def _unsaved_text(path: Path, error: Exception) -> str:
-    if _code(error) == sqlite3.SQLITE_FULL:
+def _unsaved_text(path: Path, error: BaseException) -> str:
+    if _code(error) == sqlite3.SQLITE_FULL or getattr(error, "errno", None) == errno.ENOSPC:
         return f"{path}: the disk is full; free some space on {path.parent}: alerts go on, but not through a restart"
     return f"{path}: cannot be written ({error}); see its file system: alerts go on, but not through a restart"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -402,6 +403,45 @@ def test_layouts_outlive_a_full_disk(store: Store) -> None:
     assert [row.blob for row in again.frames(0.0)] == [b"x", b"y"]
     assert [row.layout for row in again.layouts()] == [7]
     again.close()
+
+
+@pytest.mark.heavy
+def test_a_file_system_that_is_read_only_at_the_start(tmp_path: Path) -> None:
+    """The node came up with its disk read-only: what was owed goes out, what is new is kept, and is on disk later."""
+    need("root")
+    path = tmp_path / "tocsin.db"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)], check=True)
+    try:
+        before = Store(path)
+        before.commit_tick(1.0, Book({("a", "b"): HOT}), [Transition("firing", 1.0, HOT)], [("webhook", message("1"))])
+        before.close()
+        for owed in (1, 2):  # the second time with what a killed process left: a -wal
+            subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
+            store = Store(path)
+            assert "Read-only file system" in (store.problem or "")
+            assert store.load_book().alerts == {("a", "b"): HOT}
+            assert len(store.owed("webhook")) == owed
+            store.commit_tick(2.0, Book({("a", "b"): HOT}), (), [("webhook", message(str(owed + 1)))])
+            assert "Read-only file system" in (store.problem or "")
+            subprocess.run(["mount", "-o", "remount,rw", str(tmp_path)], check=True)
+            store.commit_tick(3.0, Book({("a", "b"): HOT}))
+            assert store.problem is None
+            with pytest.raises(StoreError, match="another tocsin"):
+                Store(path)
+            left = tmp_path / "left"  # as kill -9 leaves them
+            left.mkdir(exist_ok=True)
+            names = [f"{path.name}{end}" for end in ("", "-wal", "-shm")]
+            for name in names:
+                shutil.copy(tmp_path / name, left / name)
+            store.close()
+            for name in names:
+                shutil.copy(left / name, tmp_path / name)
+        again = reopened(before)
+        assert len(again.owed("webhook")) == 3
+        assert [row["kind"] for row in again.transitions()] == ["firing"]
+        again.close()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 @pytest.mark.heavy

@@ -96,6 +96,34 @@ def test_a_dead_resolver_costs_only_what_has_a_name(tmp_path: Path) -> None:
     assert channels["webhook"]["pending"] >= 2  # the page and its end are owed until the name is back
 
 
+# --- the disk ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_read_only_at_the_start_costs_no_page(tmp_path: Path) -> None:
+    """The node came up with its disk read-only: judged, paged and said all the same, and saved once it is writable."""
+    need("root")
+    place = tmp_path / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=16m", "tmpfs", str(place)], check=True)
+    try:
+        with Engine() as engine, Receiver() as receiver:
+            made = config(engine, receiver.url, state_dir=str(place / "state"))
+            with AgentProcess(tmp_path / "a", made) as agent:
+                wait_for_state(agent, "OK")
+                engine.usage = 0.97
+                receiver.wait_until(lambda _: FIRED in receiver.alerts(), 60, "the page")
+                assert "Read-only file system" in problems(agent)
+                assert "database_in_memory" in agent.log.read_text()
+                subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
+                wait_until(lambda: agent.ask("/healthz")["store"] == "ok", 60, "the database to be on the disk")
+                agent.kill()
+                agent.start()  # it knows that it paged, from what was saved late
+                ends_well(agent, engine, receiver)
+                agent.kill()
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
 def certificate(folder: Path, days: int) -> tuple[Path, Path]:
     """A self-made certificate for 127.0.0.1 that began ten days ago and holds for so many; and its key."""
     need("openssl", "faketime")
