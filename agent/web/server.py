@@ -8,11 +8,13 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import structlog
 from waitress import wasyncore
 from waitress.channel import HTTPChannel
 from waitress.server import create_server
@@ -21,12 +23,17 @@ from waitress.task import WSGITask
 if TYPE_CHECKING:
     from wsgiref.types import WSGIApplication
 
+log = structlog.get_logger()
+
 SOCKET_MODE = 0o660
 PEER_UID = "tocsin.peer_uid"  # who asks over the unix socket, in the environ of his request
 _PEER_CRED = struct.Struct("3i")  # pid, uid, gid: SO_PEERCRED
 MAX_SOCKET_PATH = 107  # bytes, of Linux
 WORKERS = 2
 STOP_WITHIN_S = 1.0
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+EXHAUSTED_PAUSE_S = 0.2
+EXHAUSTED_SAID_EVERY_S = 60.0
 LIMITS: dict[str, Any] = {
     "connection_limit": 64,
     "asyncore_use_poll": True,  # select() cannot watch descriptors over 1023
@@ -68,6 +75,7 @@ class Server:
         # It warns of every request that waits a millisecond for one of two threads.
         logging.getLogger("waitress.queue").setLevel(logging.ERROR)
         self._server: Any = create_server(app, map=self._map, sockets=[sock], threads=WORKERS, **LIMITS)
+        self._server.accept = _patient(self._server.accept, address)
         if sock.family == socket.AF_UNIX:
             self._server.channel_class = _Channel
         self._thread = threading.Thread(target=self._server.run, name=f"web {address}", daemon=True)
@@ -82,6 +90,29 @@ class Server:
             self._thread.join(STOP_WITHIN_S)
         self._server.task_dispatcher.shutdown(timeout=STOP_WITHIN_S)
         self._after()
+
+
+def _patient(accept: Callable[[], Any], address: str) -> Callable[[], Any]:
+    """`accept`, which waits a little where no connection can be taken for want of descriptors or memory.
+
+    The caller stays readable: waitress would ask again at once, for ever, and write a traceback each time.
+    """
+    said_at = -EXHAUSTED_SAID_EVERY_S
+
+    def patient() -> Any:
+        nonlocal said_at
+        try:
+            return accept()
+        except OSError as fault:
+            if fault.errno not in EXHAUSTED:
+                raise
+            if time.monotonic() - said_at >= EXHAUSTED_SAID_EVERY_S:
+                said_at = time.monotonic()
+                log.error("connection_not_taken", address=address, error=fault.strerror)  # noqa: TRY400
+            time.sleep(EXHAUSTED_PAUSE_S)
+            return None
+
+    return patient
 
 
 def split_address(listen: str) -> tuple[str, int]:

@@ -6,6 +6,8 @@ Each on the real process: names that no longer resolve, a certificate that ran o
 from __future__ import annotations
 
 import datetime
+import resource
+import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -67,6 +69,11 @@ def problems(agent: AgentProcess) -> str:
     return " | ".join(agent.ask("/healthz")["problems"])
 
 
+def logged(agent: AgentProcess, event: str) -> int:
+    """How many lines of its log tell this."""
+    return agent.log.read_text().count(f'"event": "{event}"')
+
+
 def ends_well(agent: AgentProcess, engine: Engine, receiver: Receiver) -> None:
     """The cache empties; the receiver has been told of both, once each and in order."""
     engine.usage = 0.5
@@ -122,6 +129,33 @@ def test_a_disk_that_is_read_only_at_the_start_costs_no_page(tmp_path: Path) -> 
                 agent.kill()
     finally:
         subprocess.run(["umount", str(place)], check=True)
+
+
+# --- what the kernel has no more of -----------------------------------------------------------------------------------
+
+
+def test_without_descriptors_it_says_so_and_owes_the_page(tmp_path: Path) -> None:
+    """Its limit of open files is reached while somebody asks it: no storm in the log, and all is well after it."""
+    with Engine() as engine, Receiver() as receiver, AgentProcess(tmp_path, config(engine, receiver.url)) as agent:
+        wait_for_state(agent, "OK")
+        _, hard = resource.prlimit(agent.pid(), resource.RLIMIT_NOFILE)
+        resource.prlimit(agent.pid(), resource.RLIMIT_NOFILE, (4, hard))
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.connect(str(agent.socket))
+            asking.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            engine.usage = 0.97
+            wait_until(lambda: logged(agent, "delivery_failed") >= 2, 60, "the page to fail twice")  # seconds apart
+            told = agent.log.read_text()
+            assert logged(agent, "connection_not_taken") == 1
+            assert receiver.arrivals == []
+            resource.prlimit(agent.pid(), resource.RLIMIT_NOFILE, (hard, hard))
+            asking.settimeout(60)
+            assert b" 200 OK" in asking.recv(4096)
+        receiver.wait_until(lambda _: FIRED in receiver.alerts(), 60, "the page")
+        ends_well(agent, engine, receiver)
+
+    assert "Too many open files" in told
+    assert len(told) < 50_000  # it was 1 MB a second
 
 
 def certificate(folder: Path, days: int) -> tuple[Path, Path]:
