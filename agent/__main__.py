@@ -223,7 +223,7 @@ def demo(
     """Show it all on this machine, without a GPU.
 
     Simulated GPUs and engines over real HTTP, the real agent, a real drill. Exit 0; 1 where what the story expects
-    did not come; 2 for a faulty scenario.
+    did not come, or something is left; 2 for a faulty scenario; 130 where Ctrl-C ends it before it is told.
     """
     from agent.demo.command import show
 

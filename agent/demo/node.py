@@ -38,6 +38,7 @@ SERVED_S = 3600.0  # that the engines say to have run for when the story begins:
 RESTART_S = 5.0  # so long a supervisor waits: three failed reads are an alert
 READY_WITHIN_S = 60.0
 END_WITHIN_S = {"drilld": 60.0}  # a run under way is aborted in good order
+LEFT_WITHIN_S = 5.0  # for what the ended ones have started themselves
 PR_SET_PDEATHSIG = 1
 # Otherwise than by default, so that three minutes are enough; the story says so. A real node keeps the defaults.
 SHORTENED: Mapping[str, Mapping[str, Any]] = {
@@ -134,6 +135,15 @@ class Node:
         self.receiver.server_close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def left(self) -> list[str]:
+        """After the end: what is there all the same, processes (each began in the folder) and the folder itself."""
+        deadline = time.monotonic() + LEFT_WITHIN_S
+        while True:
+            pids = [path.name for path in Path("/proc").glob("[0-9]*") if _works_in(path, self.folder)]
+            if not pids or time.monotonic() > deadline:
+                return [f"process {pid}" for pid in pids] + [str(self.folder)] * self.folder.exists()
+            time.sleep(0.1)
+
     def _spawn(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes] | None:
         """Start a process that Ctrl-C does not reach, and that does not outlive us; None where the end has begun."""
         environment = os.environ | {"TOCSIN_DEMO_GPUS": str(self.folder / "gpus.json"), "PYTHONUNBUFFERED": "1"}
@@ -144,7 +154,7 @@ class Node:
             if self._stopping.is_set():
                 return None
             process = subprocess.Popen(command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL, stdout=log,
-                                       stderr=log, start_new_session=True, preexec_fn=_die_with_us)
+                                       stderr=log, start_new_session=True, preexec_fn=die_with_us)
             self._processes[name] = process
         return process
 
@@ -272,7 +282,14 @@ def _answers(port: int) -> bool:
         return True
 
 
-def _die_with_us() -> None:
+def _works_in(process: Path, folder: Path) -> bool:
+    """Whether a process of /proc has its working directory there; that of a process of somebody else is not told."""
+    with suppress(OSError):
+        return (process / "cwd").readlink().as_posix().removesuffix(" (deleted)") == str(folder)
+    return False
+
+
+def die_with_us() -> None:
     """In the child: the kernel ends it should we be killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

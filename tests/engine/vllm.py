@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from agent.demo.node import die_with_us
 from tests.needs import ROOT
 
 PYTHON = ROOT / ".venv-vllm/bin/python"
@@ -125,7 +126,8 @@ class VllmServer:
                "PYTHONPATH": os.pathsep.join(paths)}
         with self.log.open("wb") as out:
             self._process = subprocess.Popen(command, env=env, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=out,
-                                             stderr=subprocess.STDOUT, start_new_session=True)
+                                             stderr=subprocess.STDOUT, start_new_session=True,
+                                             preexec_fn=die_with_us)  # pytest may be killed
         try:
             self._wait_ready(time.monotonic() + START_S)
         except BaseException:

@@ -106,6 +106,7 @@ def test_the_story_is_what_the_agent_s_api_told(tmp_path: Path) -> None:
     assert "The agent's API (/incidents): 2 incident(s). The pager rang 2 time(s)." in line
     for incident in told.incidents:
         assert incident["id"] in line
+        assert f"(lasted {incident['ended_at'] - incident['began_at']:.0f} s" in line  # as /incidents has it
         rang = {one["key"] for one in told.notices[incident["id"]]
                 if (one["channel"], one["status"], one["state"]) == ("pagerduty", "firing", "delivered")}
         assert rang == {incident["id"]}  # one page, whatever joined it
@@ -122,6 +123,24 @@ def test_the_story_is_what_the_agent_s_api_told(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["said"]
     left = [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in cmdline(path)]
     assert left == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_ends_all_of_it(tmp_path: Path, number: signal.Signals) -> None:
+    """A closed terminal left its folder, and SIGTERM in the middle was a success."""
+    process = subprocess.Popen([sys.executable, "-m", "agent", "demo", "--headless"], cwd=ROOT, text=True,
+                               stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": str(tmp_path)})
+    try:
+        assert process.stdout is not None
+        assert any("The node's page" in line for line in process.stdout)
+        process.send_signal(number)
+        rest, _ = process.communicate(timeout=60)
+        assert process.returncode == 128 + number
+    finally:
+        process.kill()
+        process.wait()
+    assert ("Everything is ended, nothing is left" in rest) == (number != signal.SIGHUP)  # nobody is there any more
+    assert list(tmp_path.iterdir()) == []
 
 
 def cmdline(path: Path) -> str:
