@@ -7,6 +7,9 @@ import json
 import socket
 import subprocess
 import time
+import urllib.error
+import urllib.request
+from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -261,6 +264,25 @@ def test_what_never_fired_is_not_resolved() -> None:
             expected({"/alerts": rows}, resolves="engine-down")
     assert "engine-down is resolved, 0 s later" in expected({"/alerts": [past | {"until": time.time() + 60}]},
                                                             resolves="engine-down")
+
+
+def test_a_report_that_somebody_else_reads_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page lets one at a time ask drilld, and says 503 to the next; the story failed where two had opened it."""
+    busy = urllib.error.HTTPError("http://a/reports/r", 503, "Service Unavailable", Message(), None)
+    gone = urllib.error.HTTPError("http://a/reports/r", 404, "Not Found", Message(), None)
+    answers: list[Any] = [busy, io.BytesIO(b"whole"), gone]
+
+    def urlopen(*_: object, **__: object) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    story = Story(cast(Node, Answering({})), Narrator(io.StringIO(), plain=True))
+    assert story._report("http://a/reports/r") == b"whole"
+    with pytest.raises(Unmet, match="404"):
+        story._report("http://a/reports/r")
 
 
 def test_all_is_well_only_where_the_verdict_says_so() -> None:

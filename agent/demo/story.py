@@ -20,6 +20,8 @@ from agent.words import verdict_line
 
 LOOK_S = 0.25
 DRILL_WITHIN_S = 240.0
+REPORT_WITHIN_S = 30.0
+BUSY = 503  # reports are read by one at a time
 JUDGED = ("PASS", "FAIL", "INCONCLUSIVE")  # the drill was held, and says how it went
 WIDTH = 110
 
@@ -244,14 +246,31 @@ class Story:
         self.show("What was asked, and what was seen", [
             f"{one['verdict']:<13}{one['name']}: {one['got']}" for one in told["rows"]], "green" if good else "red")
         address = f"{self.node.url}/reports/{run}"
-        try:
-            with urllib.request.urlopen(address, timeout=30) as page:  # noqa: S310  (our own agent's)
-                size = len(page.read())
-        except urllib.error.URLError as error:
-            raise Unmet(f"the report does not open: {address}: {error}") from error
+        size = len(self._report(address))
         self.say(f"Its report opens: {address} ({size / 1024:.0f} kB)", "bold")
         if row["verdict"] == "FAIL":
             raise Unmet(f"the drill {run} failed: {row['why']}")
+
+    def _report(self, address: str) -> bytes:
+        """A drill's report, as the page has it. Raises Unmet, TimeIsUp."""
+        read: list[bytes] = []
+
+        def opens() -> bool:
+            try:
+                with urllib.request.urlopen(address, timeout=30) as page:  # noqa: S310  (our own agent's)
+                    read.append(page.read())
+            except urllib.error.HTTPError as error:
+                if error.code == BUSY:
+                    return False
+                raise
+            return True
+
+        try:
+            if not self._wait(opens, REPORT_WITHIN_S):
+                raise Unmet(f"the report does not open: {address}: somebody else reads one all the time")
+        except urllib.error.URLError as error:
+            raise Unmet(f"the report does not open: {address}: {error}") from error
+        return read[0]
 
 
 def page_lines(event: Mapping[str, Any]) -> list[str]:
