@@ -14,6 +14,7 @@ import yaml
 
 from agent import patterns
 from agent.config import ConfigErrors, load_all
+from agent.engines import load_map
 from agent.engines.pages import PageReader
 from agent.model import Batch, EngineFacts, Gap, GpuFacts, Sample, Why
 from agent.node import Node, Setup
@@ -782,4 +783,7 @@ def test_the_document_names_every_source_rule_and_word() -> None:
         assert f"| {name} | {feed.of} | {feed.what} | {feed.rule} |" in text
     for pattern in PATTERNS.values():
         assert f"| {pattern.number} | {pattern.word} |" in text
-    assert all(rule.id in text for rule in RULES if rule.patterns)
+    assert all(f"\n| {rule.id} | " in text for rule in RULES if rule.patterns)
+    told = {name for kind in ("vllm", "sglang") for quantity in load_map(kind).patterns.values()
+            for name in ([alias.name for alias in quantity.names] + [also.name for also in quantity.also])}
+    assert {name for name in told if f"`{name}`" not in text} == set()
