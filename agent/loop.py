@@ -42,6 +42,7 @@ from agent.model import (
 from agent.node import Node, Traffic
 from agent.notifiers import Route, owed_for_incidents, owed_to
 from agent.outbox import ChannelStatus, Outbox
+from agent.phase import phase_of
 from agent.signals import Target, probe_signals, router_signals
 from agent.store import ACCOUNTED, FrameRow, LayoutRow, NotSaved, Store, StoreError
 from agent.trend import FINE, KEPT_S, MINUTE, TRACK, Points, Saved, Trend, points
@@ -406,8 +407,13 @@ class Agent:
                               row.ttft_slow, row.itl, row.itl_slow) for row in rows], upto)
 
     def run(self, alive: Callable[[], object]) -> None:
-        """Tick every poll until stopped. `alive` feeds the watchdog: after each tick, and while the next is awaited."""
-        due = self._monotonic()
+        """Tick every poll until stopped. `alive` feeds the watchdog: after each tick, and while the next is awaited.
+
+        The first tick is at once, the second at the node's own phase of a poll from there: nodes that were started
+        together, or see the same fault, do not all tell it in the same moment.
+        """
+        poll_s = self.node.setup.poll_s
+        due = self._monotonic() + phase_of(self.node.setup.node, poll_s) - poll_s
         while not self._stop.is_set():
             self._try_tick()
             poll_s = self.node.setup.poll_s

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 # In the order in which they are run: a name is a module of this folder.
 BENCHES = (
     "parse", "cost", "growth", "time_to_page", "soak", "hardware", "page", "probe_cost",
-    "torture", "fuzz",
+    "torture", "fuzz", "fleet",
 )
 
 

@@ -26,13 +26,18 @@ receivers:
 
 
 class RealAlertmanager:
-    """Starts at once, on `port`; `stop` and `start` again keep its data, as a restart does."""
+    """Starts at once, on `port`; `stop` and `start` again keep its data, as a restart does.
 
-    def __init__(self, folder: Path, port: int, hook_url: str, wait: str = "1s", config: str = CONFIG) -> None:
+    `cluster`: the address that it gossips on, and its peer's; None: it is alone.
+    """
+
+    def __init__(self, folder: Path, port: int, hook_url: str, wait: str = "1s", config: str = CONFIG,
+                 cluster: tuple[str, str] | None = None) -> None:
         need("alertmanager")
         self.url = f"http://127.0.0.1:{port}"
         self._folder = folder
         self._port = port
+        self._cluster = cluster
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "alertmanager.yml").write_text(config.format(url=hook_url, wait=wait))
         self._process: subprocess.Popen[bytes] | None = None
@@ -54,7 +59,9 @@ class RealAlertmanager:
             f"--config.file={self._folder / 'alertmanager.yml'}",
             f"--storage.path={self._folder / 'data'}",
             f"--web.listen-address=127.0.0.1:{self._port}",
-            "--cluster.listen-address=",
+            *(["--cluster.listen-address="] if self._cluster is None else [
+                f"--cluster.listen-address={self._cluster[0]}", f"--cluster.advertise-address={self._cluster[0]}",
+                f"--cluster.peer={self._cluster[1]}"]),
         ]
         log = self._folder / "alertmanager.log"
         with log.open("ab") as out:
@@ -69,6 +76,13 @@ class RealAlertmanager:
         """End it (SIGTERM), so that nothing listens any more."""
         if self._process is not None:
             self._process.terminate()
+            self._process.wait(20)
+            self._process = None
+
+    def kill(self) -> None:
+        """End it (SIGKILL), with all that it had not saved."""
+        if self._process is not None:
+            self._process.kill()
             self._process.wait(20)
             self._process = None
 

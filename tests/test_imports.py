@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.retry_after": Row(),
     "agent.proxy": Row(),
     "agent.json_path": Row(),
+    "agent.phase": Row(),
     "agent.patterns": Row(),
     "agent.watchlist": Row("agent.model agent.patterns agent.signals agent.stats agent.words"),
     "agent.daytime": Row("", "zoneinfo"),
@@ -150,11 +151,11 @@ MAY_IMPORT: dict[str, Row] = {
         "agent agent.config agent.daytime agent.model agent.notifiers.alertmanager agent.notifiers.channel"
         " agent.notifiers.chat agent.notifiers.heartbeat agent.notifiers.kubernetes agent.notifiers.pagerduty"
         " agent.notifiers.slack"
-        " agent.notifiers.webhook",
+        " agent.notifiers.webhook agent.phase",
         "fnmatch importlib pathlib",
     ),
     "agent.notifiers.channel": Row("agent.model agent.proxy agent.retry_after", WORLD),
-    "agent.notifiers.alertmanager": Row("agent.model agent.notifiers.channel"),
+    "agent.notifiers.alertmanager": Row("agent.model agent.notifiers.channel agent.phase"),
     "agent.notifiers.heartbeat": Row("agent.model agent.notifiers.channel"),
     "agent.notifiers.kubernetes": Row("agent.model agent.notifiers.channel drills.cluster", "http"),
     "agent.notifiers.webhook": Row("agent.model agent.notifiers.channel"),
@@ -179,8 +180,8 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sdnotify": Row("", "os socket time"),
     "agent.client": Row("", "http pathlib socket"),
     "agent.loop": Row(
-        "agent agent.impact agent.layouts agent.model agent.node agent.noise agent.notifiers agent.outbox agent.review"
-        " agent.signals agent.silences agent.store agent.trend agent.web.metrics agent.windows",
+        "agent agent.impact agent.layouts agent.model agent.node agent.noise agent.notifiers agent.outbox agent.phase"
+        " agent.review agent.signals agent.silences agent.store agent.trend agent.web.metrics agent.windows",
         WORLD,
     ),
     "agent.daemon": Row(

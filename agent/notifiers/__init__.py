@@ -31,6 +31,7 @@ from agent.notifiers.heartbeat import Heartbeat
 from agent.notifiers.pagerduty import EVENTS_URL, PagerDuty
 from agent.notifiers.slack import Slack
 from agent.notifiers.webhook import Webhook
+from agent.phase import phase_of
 
 __all__ = ["NOTIFIERS", "Channel", "Needs", "Route", "Wanted", "build_channels", "channel_names", "not_installed",
            "owed_for_incidents", "owed_to"]
@@ -84,7 +85,8 @@ Build = Callable[[str, NotifyConfig, Needs], Channel]
 def _alertmanager(name: str, item: NotifyConfig, needs: Needs) -> Channel:
     config = item.alertmanager
     assert config is not None  # noqa: S101  (the table below is keyed by it)
-    return Alertmanager(name, config.urls, needs.firing, config.resend, config.min_visible)
+    return Alertmanager(name, config.urls, needs.firing, config.resend, config.min_visible,
+                        phase_of(needs.node, config.resend))
 
 
 def _webhook(name: str, item: NotifyConfig, needs: Needs) -> Channel:

@@ -2,7 +2,8 @@
 
 Alertmanager forgets what it is not told again, so what fires is taken from the book each time, not from a queue. Only
 transitions are notices; one is delivered when one peer accepted it. A peer that does not answer is left to the next
-resend: what it missed by then is stale.
+resend: what it missed by then is stale. Each node resends at its own phase of a wall clock's `resend`, so that a fleet
+that was started together does not resend together, and an agent that is started again and again still does.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 from agent.model import AlertMessage, Notice, Rejected, TryLater
 from agent.notifiers.channel import BadMessage, Channel, clean_labels, post_json, rfc3339, web_address
+from agent.phase import next_at
 
 SHORTEST_LIFE_S = 300.0  # an alert ends by itself where nothing is told of it for this long, or for 4 resends
 BATCH = 64
@@ -22,7 +24,10 @@ Alerts = Mapping[_Id, dict[str, Any]]
 
 
 class Alertmanager(Channel):
-    """`firing` gives everything that fires now, as the book has it; `resend_s` and `min_visible_s` are seconds."""
+    """`firing` gives everything that fires now, as the book has it; `resend_s` and `min_visible_s` are seconds.
+
+    `phase_s`: how far into each `resend_s` of unix time it resends; None: at its first pulse, and from there on.
+    """
 
     batch = BATCH
 
@@ -33,6 +38,7 @@ class Alertmanager(Channel):
         firing: Callable[[], Iterable[AlertMessage]],
         resend_s: float = 60.0,
         min_visible_s: float = 60.0,
+        phase_s: float | None = None,
     ) -> None:
         self.name = name
         self.min_visible_s = min_visible_s
@@ -40,7 +46,8 @@ class Alertmanager(Channel):
         self._firing = firing
         self._resend_s = resend_s
         self._life_s = max(SHORTEST_LIFE_S, 4 * resend_s)
-        self._next = 0.0
+        self._phase_s = phase_s
+        self._next = 0.0  # 0: no pulse yet
         self._silent: set[str] = set()  # peers whose last answer was none
         self._ended: dict[str, float] = {}  # key -> start of the alert whose resolve was delivered
         self._bad: set[tuple[str, float]] = set()  # (key, start) that no resend need try again
@@ -57,6 +64,8 @@ class Alertmanager(Channel):
 
     def pulse(self, now: float, held: Sequence[AlertMessage]) -> float:
         """Resend everything that fires, and what is held back as still firing. Raises as `send`."""
+        if self._next == 0.0 and self._phase_s is not None:
+            self._next = self._after(now)
         if now < self._next <= now + self._resend_s:  # further off than that: the clock was stepped
             return self._next
         wanted = self._wanted(held)
@@ -66,8 +75,11 @@ class Alertmanager(Channel):
             alerts = {(message.key, message.starts_at): self._alert(message, now) for message in part}
             self._bad |= self._tell(self._peers, alerts, now).keys()
         self._bad &= {(message.key, message.starts_at) for message in wanted}
-        self._next = now + self._resend_s
+        self._next = self._after(now)
         return self._next
+
+    def _after(self, now: float) -> float:
+        return now + self._resend_s if self._phase_s is None else next_at(now, self._resend_s, self._phase_s)
 
     def _wanted(self, held: Sequence[AlertMessage]) -> list[AlertMessage]:
         firing = {message.key: message for message in self._firing()}
