@@ -3,10 +3,10 @@
     python -m bench.fleet [--short] [--agents N]        (from the repository's root)
 
 An agent here is what pages: its own database on disk, outbox thread and Alertmanager channel, all of the product; the
-1,000 share four processes (the short form has 300). Both Alertmanagers (Debian's) are one cluster and tell one webhook receiver. All alerts are
-told in one moment; the first Alertmanager is killed (SIGKILL) once it has received half of them; then all resend while
-they fire, and all resolve in one moment. Counted is what came to the receiver: each alert's firing and its end, by its
-labels and start. What came again must carry the group key of the first.
+1,000 share four processes (the short form has 300). Both Alertmanagers (Debian's) are one cluster and tell one
+webhook receiver. All alerts are told in one moment; the first Alertmanager is killed (SIGKILL) once it has received
+half of them; then all resend while they fire, and all resolve in one moment. Counted is what came to the receiver:
+each alert's firing and its end, by its labels and start. What came again must carry the group key of the first.
 """
 
 from __future__ import annotations
