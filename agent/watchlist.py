@@ -6,6 +6,7 @@ or JSON source of a certain name (agent.patterns.FEEDS); where there is none it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from itertools import combinations, islice
 from typing import TYPE_CHECKING
@@ -156,11 +157,12 @@ def cold_ttft(ask: Ask) -> Signal:
 
 
 def hit_ratio(ask: Ask, target: Target, engine: str) -> float | None:
-    """Prefix-cache hits ÷ lookups of one engine over the window; None: too few."""
+    """Prefix-cache hits ÷ lookups of one engine over the window; None: too few, or counters that cannot be."""
     tellers = ask.scene.tellers(target, "prefix_queries")
     by = engine if engine in tellers or not tellers else tellers[0]
     queries, hits = (ask.windows.increase(by, name, ask.start()) for name in ("prefix_queries", "prefix_hits"))
-    return hits / queries if queries >= (ask.rule.min_count or 1) else None
+    rate = hits / queries if queries >= (ask.rule.min_count or 1) else math.inf
+    return rate if math.isfinite(rate) else None
 
 
 def cache_spread(ask: Ask) -> Signal:

@@ -32,6 +32,7 @@ INSIDE = "TOCSIN_TABLE"  # in the environment of an `nft -i` of ours: which tabl
 SEARCH = (os.defpath, "/usr/local/sbin", "/usr/sbin", "/sbin")
 PACKAGES = {"nft": "nftables", "ip": "iproute2", "ss": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
 COMMAND_S = 5.0  # of one nft command; it takes 10 ms
+PIECES_S = 0.2  # between two pieces of one sentence of nft
 # How a kernel says that it has no nftables, no owned tables, or not one of the expressions.
 OLD_KERNEL = ("Operation not supported", "Protocol not supported", "No such file or directory")
 LONGEST_LINE = select.PIPE_BUF  # a line up to this reaches nft whole or not at all
@@ -272,9 +273,15 @@ class Owner:
             time.sleep(0.005)
 
     def _said(self) -> str:
+        """What nft wrote, to its end: it writes a sentence in pieces."""
         assert self._nft.stderr is not None  # noqa: S101
-        ready, _, _ = select.select([self._nft.stderr], [], [], 0)
-        return os.read(self._nft.stderr.fileno(), 65536).decode(errors="replace") if ready else ""
+        said, wait_s = b"", 0.0
+        while select.select([self._nft.stderr], [], [], wait_s)[0]:
+            part = os.read(self._nft.stderr.fileno(), 65536)
+            if not part:
+                break
+            said, wait_s = said + part, PIECES_S
+        return said.decode(errors="replace")
 
 
 def _why(said: str) -> str:

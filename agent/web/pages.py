@@ -41,6 +41,7 @@ LIVE = "5 s"
 BY_PAGE = "the page's token"
 DRILLD_FRESH_S = 5.0
 DRILLD_S = 2.0  # drilld answers a page within this, or the page says that it does not
+TURN_S = 0.1  # for another who asks drilld: it answers in milliseconds, unless it hangs
 WRONG_TOKEN_S = 1.0  # wrong tokens are logged once in so long
 MOST_DRAWN = 64  # views that are remembered: some megabytes of signals' pages and plots at most
 SHOWN_RUNS = 50
@@ -521,11 +522,11 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _report(views: _Views, request: Request) -> Reply:
-    """A drill's postmortem, as drilld wrote it. One asks at a time, and the others are told so at once."""
+    """A drill's postmortem, as drilld wrote it. One asks at a time, and the others are told so soon."""
     none = app.plain_text("404 Not Found", f"There is no such run: {request.rest!r}; /drills lists them.")
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", request.rest):
         return none
-    if not views.asking.acquire(blocking=False):
+    if not views.asking.acquire(timeout=TURN_S):
         return app.plain_text("503 Service Unavailable", "The drill daemon is being asked; try again in a moment.")
     try:
         told = client.ask(views.site.drilld, f"/runs/{request.rest}/report?format=html", answer_s=DRILLD_S)
