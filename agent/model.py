@@ -74,6 +74,7 @@ class Found(NamedTuple):
     why: str | None = None
     remedy: str | None = None
     code: Why | None = None
+    at_end: bool = False  # it moves only when a request ends
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ class Target:
     address: str = ""  # host:port, as routers name it
     port: int = 0  # of this machine; 0: it is another's
     stopping_at: float | None = None  # its pod was asked to stop, or is gone
+    at_end: frozenset[str] = frozenset()  # samples of it that move only when a request ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,14 +274,20 @@ def progress_series(ask: Ask, subject: str) -> list[tuple[str, str, str]]:
         found = [(who, name, key) for who, name, key in asked if key in ask.windows.keys_now(who, name)]
         own = [one for one in found if one[0] == subject]
         # what all engines of a target count together moves while one of them hangs
-        memo[ask.subject, subject, "progress"] = own if any((name, key) in LIVE for _, name, key in own) else found
+        memo[ask.subject, subject, "progress"] = own if tells_live(ask, own) else found
     series: list[tuple[str, str, str]] = memo[ask.subject, subject, "progress"]
     return series
 
 
 def is_live(ask: Ask) -> bool:
     """Whether an engine tells of its work while an answer is written; else one long answer would look like a hang."""
-    return any((name, key) in LIVE for _, name, key in progress_series(ask, ask.subject))
+    return tells_live(ask, progress_series(ask, ask.subject))
+
+
+def tells_live(ask: Ask, series: Sequence[tuple[str, str, str]]) -> bool:
+    """Whether one of these moves while an answer is written, and not only at its end."""
+    late = ask.target.at_end if ask.target is not None else frozenset[str]()
+    return any((name, key) in LIVE and name not in late for _, name, key in series)
 
 
 def stale(ask: Ask, name: str, value: float) -> Signal | None:

@@ -372,3 +372,9 @@ def test_an_index_and_a_bound_that_are_no_numbers_are_left_out() -> None:
         page = (GOLDEN / f"{name}.txt").read_text()
         readings = PageReader("t").read(page.replace('le="0.5"', 'le="5t_llm"').encode(), "text/plain", T0)
         assert "5t_llm" not in {reading.key for reading in readings}
+
+
+@pytest.mark.parametrize(("era", "at_end"), [("tgi-3.3.7", True), ("vllm-0.32", False)])
+def test_the_map_says_whose_tokens_count_at_the_end(era: str, at_end: bool) -> None:
+    """A counter that stands still for the length of an answer shows no hang."""
+    assert found(era, "generation_tokens").at_end is at_end

@@ -17,6 +17,7 @@ from agent.model import (
     Batch,
     Book,
     EngineFacts,
+    Found,
     Gap,
     GpuFacts,
     Rule,
@@ -121,6 +122,17 @@ def test_a_number_that_is_not_told_is_null_with_a_why() -> None:
     assert (kv["state"], kv["value"], kv["why"]) == ("UNKNOWN", None, "kv_usage is nan")
     assert (graph["state"], graph["value"]) == ("N/A", None)
     assert graph["why"]
+
+
+@pytest.mark.parametrize(("at_end", "state"), [(True, "OK"), (False, "BREACH")])
+def test_a_long_answer_is_no_hang_where_tokens_count_at_its_end(at_end: bool, state: str) -> None:
+    """trtllm-serve, TGI and old llama.cpp count an answer's tokens when it ends: one of 200 s paged as a hang."""
+    here = node("engine-stuck")
+    told = (Found("generation_tokens", "llama", "trtllm_generation_tokens_total", at_end=at_end),)
+    for i in range(41):
+        read = engine(i * POLL_S, {"running": 1.0, "waiting": 0.0, "generation_tokens": 1000.0})
+        step(here, i * POLL_S, replace(read, engine=EngineFacts("llama", ("llama",), found=told)))
+    assert row(here, "engine-stuck")["state"] == state
 
 
 def test_states_through_the_life_of_an_alert() -> None:

@@ -11,7 +11,7 @@ import pytest
 from agent.config import CanaryConfig, Config, EngineConfig, ProbeConfig
 from agent.daemon import canaries_of, engine_at
 from agent.model import Batch, Gap, Sample
-from agent.sources.probe import CanarySource
+from agent.sources.probe import CanarySource, piece_of
 from tests.drills.openai_server import Behaviour, OpenAiServer
 
 LONG_S = 30.0  # for what only hangs when it is broken
@@ -182,3 +182,9 @@ def test_a_whole_answer_that_is_an_error(server: OpenAiServer, story: str, behav
     told = until(canary, lambda told: told["user_requests"] >= 2)
     canary.close()
     assert (told["user_errors"], told["user_whole.count"]) == (told["user_requests"], 0), story
+
+
+@pytest.mark.parametrize("name", ["content", "reasoning_content", "reasoning"])
+def test_the_first_thought_is_a_first_token(name: str) -> None:
+    """A reasoning model thinks aloud first, under two names by version: without them its first token was never seen."""
+    assert piece_of(f'data: {{"choices":[{{"delta":{{"{name}":"so"}}}}]}}'.encode(), None) == ("so", None)

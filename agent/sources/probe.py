@@ -34,6 +34,7 @@ BOUNDS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75,
             30.0, 60.0)
 WHOLE_EVERY = 4  # of so many questions one is not streamed
 BAD_ENDINGS = frozenset({"error", "abort"})  # finish reasons of an answer that is none
+SPOKEN = ("content", "reasoning_content", "reasoning")  # the last is what vLLM calls it since 0.11
 
 
 class Failed(Exception):  # noqa: N818  (what a canary did)
@@ -318,7 +319,7 @@ def piece_of(line: bytes, ended: str | None) -> tuple[str, str | None]:
             raise Failed(f"an error inside the stream: {str(event)[:200]}")
         choice = (event.get("choices") or [{}])[0]
         delta = choice.get("delta") or {}
-        text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+        text = choice.get("text") or next((delta[name] for name in SPOKEN if delta.get(name)), "")
         return str(text), choice.get("finish_reason") or ended
     except (ValueError, AttributeError, TypeError, IndexError):
         raise Failed(f"an event that is none: {line[:100].decode('utf-8', 'replace')!r}") from None
