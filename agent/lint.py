@@ -225,7 +225,8 @@ def memory(facts: Facts) -> Verdict:
         told = facts.cache.get("kv_cache_memory_bytes", "")
         held = float(told) if told.isdigit() else None if token is None else holds * token
         said.append(f"its KV cache holds {holds:,.0f} tokens" + ("" if held is None else f", {gb(held)}"))
-    if weights is not None and asked is not None and token is not None and gpu_bytes:
+    is_over = asked is not None and holds is not None and asked > holds
+    if weights is not None and asked is not None and token is not None and gpu_bytes and not is_over:
         return _budgeted(said, how, budget.budget(weights=weights, kv=asked * token, gpu_bytes=gpu_bytes, gpus=gpus),
                          weights, asked * token)
     if weights is not None and gpu_bytes:
@@ -424,7 +425,7 @@ def drills(facts: Facts) -> Verdict:
     if facts.drills is None:
         return cannot("whether drills were held is not known: none of their records can be read here",
                       would_tell="`tocsin lint` without an address on drilld's node, as who may read its folder")
-    held = [row for row in facts.drills if row["verdict"] not in ("SKIPPED", "DEFERRED")
+    held = [row for row in facts.drills if row["verdict"] in ("PASS", "FAIL")  # what was judged
             and facts.now - (row["started"] or 0.0) <= DRILL_EVERY_S]
     done = {name for name, faults in FAULTS.items() for row in held if row.get("fault") in faults}
     failed = [f"{row['drill']} ({row['verdict']})" for row in held if row["verdict"] != "PASS"]

@@ -71,6 +71,8 @@ BINDS = {"name": "KV-bound", "why": "KV cache 98 % full", "knob": "more KV block
     (8, facts(changes=CHANGED, canaries=[{"at": NOW - 2 * DAY, "verdict": "pass"}]),
      facts(changes=CHANGED, canaries=[{"at": NOW - 2 * DAY, "verdict": "fail"}]), "tocsin canary"),
     (9, facts(signals=ALL_RULES), facts(signals=[*ALL_RULES[:-1], row("ttft-p99", None, "UNKNOWN")]), "business"),
+    (10, facts(drills=ALL_DRILLS), facts(drills=[*ALL_DRILLS[1:], drill("process-kill", verdict="ABORTED")]),
+     "process-kill"),
     (10, facts(drills=ALL_DRILLS), facts(drills=[*ALL_DRILLS[1:], drill("process-kill", 40.0)]), "process-kill"),
     (11, facts({"quantization": "awq"}, evidence={"score_before": 71.2, "score_after": 70.9}),
      facts({"quantization": "awq"}, evidence={"score_before": 71.2, "score_after": 66.0}), "loses less"),
@@ -91,6 +93,14 @@ def test_an_engine_of_which_nothing_is_known_is_not_called_right() -> None:
     found = lint.judge(Facts("llama", now=NOW))
     assert [one["verdict"] for one in found] == ["cannot tell"] * 12
     assert all(one["would_tell"] for one in found)
+
+
+def test_what_the_cache_cannot_hold_is_at_odds_however_large_the_gpu_is() -> None:
+    """8 sequences of 32,768 tokens on four GPUs that have room for them, and a cache that was made for 20,000."""
+    of = facts({"max-num-seqs": "8"}, model=LLAMA_70B, context_tokens=32768.0,
+               numbers={**GPU, "gpus": 8.0, "capacity_tokens": 20000.0})
+    memory = next(one for one in lint.judge(of) if one["number"] == 2)
+    assert (memory["verdict"], "0 of 8 full sequences" in memory["costs"]) == ("at odds", True), memory
 
 
 def test_the_worst_comes_first_and_the_page_says_what_to_do() -> None:
@@ -151,6 +161,7 @@ def test_a_command_line_is_remembered_without_its_secrets() -> None:
     assert options_of(line.split()) == {"model": "/m", "max-num-seqs": "32", "enforce-eager": "",
                                 "max-num-batched-tokens": "2048"}
     assert options_of(["vllm", "serve", "org/m", "--port", "8000"])["model"] == "org/m"
+    assert options_of(["vllm", "serve", "/m", "--skip-tokenizer-init"]) == {"model": "/m", "skip-tokenizer-init": ""}
 
 
 def test_a_change_is_said_and_survives_a_restart() -> None:

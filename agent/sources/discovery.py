@@ -90,6 +90,7 @@ def engine_of(argv: Sequence[str]) -> Named | None:
 
 
 SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
+OPEN = ("max-", "num-", "skip-tokenizer-")  # --max-num-batched-tokens is none
 
 
 def options_of(argv: Sequence[str]) -> dict[str, str]:
@@ -106,7 +107,7 @@ def options_of(argv: Sequence[str]) -> dict[str, str]:
         name, is_joined, value = word.lstrip("-").partition("=")
         next_ = words[i + 1] if i + 1 < len(words) else "-"
         name = name.replace("_", "-")
-        if not SECRET.search(name) or name.startswith(("max-", "num-")):  # --max-num-batched-tokens is none
+        if not SECRET.search(name) or name.startswith(OPEN):
             found[name] = value if is_joined else "" if next_.startswith("-") and not next_[1:2].isdigit() else next_
     return found
 
