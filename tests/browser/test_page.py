@@ -281,8 +281,9 @@ def test_focus_stays_and_a_second_incident_is_told(browser: Browser, tmp_path: P
     with PageServer(vllm(0.4)) as engine, AgentProcess(
             tmp_path / "agent", {"node": "gpu-17", "poll": "1s", "nvml": "off", "listen": "127.0.0.1:0",
                                  "engines": [{"name": "a", "url": engine.url}]}) as agent:
-        told = (json.loads(line) for line in agent.log.read_text().splitlines() if line.startswith("{"))
-        seen = Seen(browser, next(f"http://{one['listen']}" for one in told if one.get("event") == "started"))
+        wait_for(lambda: '"event": "started"' in agent.log.read_text())  # its socket may be first
+        told = (json.loads(line) for line in agent.log.read_text().splitlines() if '"event": "started"' in line)
+        seen = Seen(browser, next(f"http://{one['listen']}" for one in told))
         page = seen.open("/")
         twice = page.locator(".cards .ten a").evaluate_all("""all => all.map(one => one.getAttribute("href")).filter(
             href => document.querySelectorAll(`main a[href="${href}"]`).length > 1)""")
