@@ -209,8 +209,9 @@ def memory(facts: Facts) -> Verdict:
     shape = None if facts.model is None else budget.shape_of(facts.model)
     weights, how = facts.weight_bytes, "its files"
     if weights is None and shape is not None and shape.parameters is not None:
-        size = budget.BYTES_OF.get(facts.option("dtype") or shape.dtype, 2.0)
-        weights, how = shape.parameters * size, f"{shape.parameters:,.0f} parameters"
+        form = facts.option("dtype") or shape.dtype
+        weights = budget.weight_bytes(shape.parameters, form if form in budget.BYTES_OF else "bfloat16")
+        how = f"{shape.parameters:,.0f} parameters"
     token = None if shape is None else _token_bytes(facts, shape)
     seqs, context, holds = sequences(facts), facts.context_tokens, facts.numbers.get("capacity_tokens")
     asked = seqs * context if seqs and context else None

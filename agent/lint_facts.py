@@ -6,7 +6,6 @@ Nothing is changed, and no engine is asked for work. What cannot be had is left 
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ import yaml
 
 from agent.client import NotPermitted, NotRunning, ask
 from agent.config import Config, address_of, target_name
+from agent.exposition import PageError, Reader
 from agent.lint import Facts
 from agent.oneshot import doctor
 from agent.sources.discovery import Process, engine_of, options_of, processes, version_at
@@ -29,7 +29,6 @@ ROUNDS = 5  # reads of an engine at an address, a second apart
 ASK_S, MOST_BYTES = 3.0, 8 << 20
 CONFIG_BYTES = 1 << 20
 CANARIES, EVIDENCE = "canaries.jsonl", "evidence.yaml"  # in the state folder
-_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 Profile = Literal["latency", "throughput"]
 
 
@@ -196,8 +195,11 @@ def note_canary(folder: Path, row: Mapping[str, Any]) -> str | None:
 
 def cache_labels(page: str) -> dict[str, str]:
     """The labels of vllm:cache_config_info."""
-    line = next((line for line in page.splitlines() if line.startswith("vllm:cache_config_info{")), "")
-    return dict(_LABEL.findall(line))
+    try:
+        told = Reader({"vllm:cache_config_info"}).read(page.encode()).series
+    except PageError:
+        return {}
+    return dict(told[0].labels) if told else {}
 
 
 def _text(url: str) -> str:

@@ -206,7 +206,8 @@ MAY_IMPORT: dict[str, Row] = {
         " agent.sources.fetch agent.words", WORLD,
     ),
     "agent.lint_facts": Row(
-        "agent.client agent.config agent.lint agent.oneshot agent.sources.discovery agent.sources.fetch",
+        "agent.client agent.config agent.exposition agent.lint agent.oneshot agent.sources.discovery"
+        " agent.sources.fetch",
         "fnmatch msgspec pathlib time yaml",
     ),
     "agent.show": Row("agent.words", "rich shutil"),
