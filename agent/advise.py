@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agent.scaling import IN_FOR_S, IN_S, OUT_S
 from agent.words import quantity, span
 
 FITS = 0.8  # checklist 1: share of a GPU's memory that weights may take
@@ -23,7 +24,6 @@ CHUNK_START_TOKENS = 512  # checklist 3: where to begin, and where the efficienc
 PAYS_OFF = 0.15  # checklist 4: under 10 to 15 % of hits the cache is not paying for itself
 ACCEPTED_WELL, ACCEPTED_ENOUGH = 0.70, 0.50  # checklist 7
 BATCH_GOLDEN, BATCH_EVEN, BATCH_LOSS = 16, 32, 64  # principle 7
-SCALE_OUT_S, SCALE_IN_S, SCALE_IN_FOR_S = 2.0, 0.5, 600.0  # checklist 9, queue age
 LITTLE_GAIN = 5.0  # prefill avoided ÷ transfer; ours: the seed says "little gain" of 256 tokens without a number
 OUTLIERS = 100.0  # principle 6: max ÷ mean of a layer's activations
 MIB = 2.0**20
@@ -427,8 +427,8 @@ def autoscaling(*, startup_s: float, spike_per_s: float | None = None, replica_p
     `spike_per_s`: requests that a spike brings beyond what is there; `replica_per_s`: what one replica finishes.
     """
     why = [f"a replica takes {span(startup_s)} to start: no reaction is faster"]
-    numbers: dict[str, Any] = {"startup_s": startup_s, "scale_out_queue_age_s": SCALE_OUT_S,
-                               "scale_in_queue_age_s": SCALE_IN_S, "scale_in_for_s": SCALE_IN_FOR_S,
+    numbers: dict[str, Any] = {"startup_s": startup_s, "scale_out_queue_age_s": OUT_S,
+                               "scale_in_queue_age_s": IN_S, "scale_in_for_s": IN_FOR_S,
                                "intervals": intervals, "min_replicas": 0 if cold_start_ok else 1, "warm_pool": None}
     warm = ""
     if spike_per_s is not None and replica_per_s:
@@ -437,14 +437,14 @@ def autoscaling(*, startup_s: float, spike_per_s: float | None = None, replica_p
         why.append(f"shorter spikes must meet a warm pool: {spike_per_s:.3g} ÷ {replica_per_s:.3g} requests/s ="
                    f" {pool} replicas")
         warm = f", {pool} warm"
-    out, back = f"over {span(SCALE_OUT_S)}", f"under {span(SCALE_IN_S)} for {span(SCALE_IN_FOR_S)}"
+    out, back = f"over {span(OUT_S)}", f"under {span(IN_S)} for {span(IN_FOR_S)}"
     why += [f"out: queue age {out} in {intervals} intervals in a row; never by GPU utilization, it trails",
             f"in: queue age {back}; in doubt slower: each flap costs a start",
             "down to none: every first user waits for a start" if cold_start_ok else "never down to none"]
     now = ""
     if queue_age_s is not None:
         numbers["queue_age_s"] = queue_age_s
-        state = "out" if queue_age_s > SCALE_OUT_S else "in, if it lasts" if queue_age_s < SCALE_IN_S else "as it is"
+        state = "out" if queue_age_s > OUT_S else "in, if it lasts" if queue_age_s < IN_S else "as it is"
         now = f"; now {span(queue_age_s)}: {state}"
     return Advice("autoscaling", "scale-on-queue-age", f"by queue age: out {out}, in {back}{warm}{now}", why, numbers)
 

@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.release": Row("agent.model agent.signals agent.stats agent.words"),
     "agent.trend": Row("agent.model"),
     "agent.layouts": Row("agent.windows"),
-    "agent.advise": Row("agent.words"),
+    "agent.advise": Row("agent.scaling agent.words"),
     "agent.budget": Row("agent.advise"),
     "agent.lint": Row("agent agent.advise agent.budget agent.words"),
     "agent.lint_report": Row("agent.words"),
