@@ -382,20 +382,21 @@ def _announce(request: Request) -> Reply:
     return _json({"ok": True})
 
 
-def _traffic(request: Request) -> Reply:
+def _since(request: Request, ask: Callable[[float], object]) -> Reply:
+    """What there is to tell since a moment (`?since=1790000000`; else all)."""
     since = request.query.get("since", "0")
     try:
-        return _json(request.view.traffic(float(since)))
+        return _json(ask(float(since)))
     except ValueError:
         raise BadRequest(f"since={since}: write unix seconds") from None
+
+
+def _traffic(request: Request) -> Reply:
+    return _since(request, request.view.traffic)
 
 
 def _incidents(request: Request) -> Reply:
-    since = request.query.get("since", "0")
-    try:
-        return _json(request.view.incident_list(float(since)))
-    except ValueError:
-        raise BadRequest(f"since={since}: write unix seconds") from None
+    return _since(request, request.view.incident_list)
 
 
 def _incident(request: Request) -> Reply:
