@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import NamedTuple
@@ -39,7 +40,7 @@ class NoValue(Exception):  # noqa: N818  (it says what there is)
         self.code = code
 
 
-class Asking:
+class Asking(ABC):
     """Fulfils agent.model.Source; who inherits says what to ask.
 
     Args:
@@ -111,9 +112,9 @@ class Asking:
         self._seen = {subject: at for subject, at in self._seen.items() if start - at < GONE_S}
         return told
 
+    @abstractmethod
     def ask(self, start: float) -> Told:
         """Ask once. Raises FetchError, NoValue."""
-        raise NotImplementedError
 
     def get(self, url: str, *, again: bool = True) -> Answer:
         """One answer of an address, with the token as it is now. `again`: it will be asked again. Raises FetchError."""
