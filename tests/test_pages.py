@@ -537,9 +537,10 @@ def test_a_token_that_cannot_be_read_is_told_as_that(opened: Callable[..., Page]
     assert "web.token_file" not in body
 
 
-def test_a_drilld_that_hangs_is_asked_by_one(opened: Callable[..., Page], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tabs on /drills held both threads of the server, and /livez with them."""
-    page, asked, hangs = opened(), threading.Event(), threading.Event()
+@pytest.fixture
+def hung_drilld(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """It was asked, and it hangs until the second one is set."""
+    asked, hangs = threading.Event(), threading.Event()
 
     def ask(*_: Any, **__: Any) -> Any:
         asked.set()
@@ -547,6 +548,13 @@ def test_a_drilld_that_hangs_is_asked_by_one(opened: Callable[..., Page], monkey
         raise client.AgentError("it hangs")
 
     monkeypatch.setattr(client, "ask", ask)
+    return asked, hangs
+
+
+def test_a_drilld_that_hangs_is_asked_by_one(opened: Callable[..., Page],
+                                             hung_drilld: tuple[threading.Event, threading.Event]) -> None:
+    """Two tabs on /drills held both threads of the server, and /livez with them."""
+    page, (asked, hangs) = opened(), hung_drilld
     first = threading.Thread(target=page.ask, args=("/drills",))
     first.start()
     assert asked.wait(60.0)
@@ -557,16 +565,10 @@ def test_a_drilld_that_hangs_is_asked_by_one(opened: Callable[..., Page], monkey
     assert "no answer in time" in page.ask("/drills")[2]
 
 
-def test_a_report_is_asked_for_by_one(opened: Callable[..., Page], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_is_asked_for_by_one(opened: Callable[..., Page],
+                                      hung_drilld: tuple[threading.Event, threading.Event]) -> None:
     """Eight tabs on reports of a drilld that hung, and /livez took 5.75 s: the kubelet would have ended the agent."""
-    page, asked, hangs = opened(), threading.Event(), threading.Event()
-
-    def ask(*_: Any, **__: Any) -> Any:
-        asked.set()
-        assert hangs.wait(60.0)
-        raise client.AgentError("it hangs")
-
-    monkeypatch.setattr(client, "ask", ask)
+    page, (asked, hangs) = opened(), hung_drilld
     told: list[Any] = []
     first = threading.Thread(target=lambda: told.append(page.ask("/reports/a")))
     first.start()
