@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -29,6 +30,8 @@ def pytest_configure() -> None:
     for name in list(os.environ):
         if name in LEAKS or name.lower().endswith("_proxy"):
             del os.environ[name]
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &` in a script: no child would heed Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
