@@ -23,9 +23,9 @@ from agent.evaluate import judge
 from agent.exposition import PageError
 from agent.model import COMPARE, Batch, Gap, GpuFacts, MigFacts, Rule, Sample, Why
 from agent.node import Node, Setup
-from agent.signals import CATALOGUE, Target, bound, tellers
+from agent.signals import CATALOGUE, Target, tellers
 from agent.stats import quantile
-from agent.windows import LATE_INTERVALS
+from agent.windows import LATE_INTERVALS, bound
 from rules import RulesConfig, severity_of
 
 SLOWEST_READ_S = 60.0  # a recorder gives a read up long before

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from agent.signals import Scene, Target, count_errors, count_routed, engine_buckets
+from agent.signals import Scene, Target, count_errors, count_routed
 from agent.stats import add_buckets, slow_share
 from agent.windows import RAW_KEEP_S
 
@@ -39,7 +39,7 @@ def counted(scene: Scene, target: Target, start: float) -> Counted:
     since = max(start, scene.now - RAW_KEEP_S)  # histograms are remembered no longer
     for name, limit_s in (("ttft", target.slo.ttft_p99), ("itl", target.slo.itl_p99)):
         share = slow_share(limit_s, add_buckets(
-            engine_buckets(scene.windows, engine, name, since) for engine in scene.tellers(target, name)))
+            scene.windows.buckets(engine, name, since) for engine in scene.tellers(target, name)))
         slow |= {name: share.n, f"{name}_slow": share.certain}
     return Counted(target.name, requests, errors, how=how, **slow)
 

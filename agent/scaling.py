@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent.model import AlertKey, Sample, Signal
-from agent.signals import Scene, Target, engine_buckets
 from agent.stats import add_buckets, quantile
 from agent.words import span
+
+if TYPE_CHECKING:
+    from agent.signals import Scene, Target
 
 LOOK_EVERY_S = 15.0
 MINUTE_S = 60.0
@@ -208,7 +210,7 @@ def watch(scene: Scene, target: Target, signals: Mapping[AlertKey, Signal]) -> S
 
     def p95(start: float) -> float | None:
         tellers = scene.tellers(target, "ttft")
-        buckets = add_buckets(engine_buckets(windows, engine, "ttft", start) for engine in tellers)
+        buckets = add_buckets(windows.buckets(engine, "ttft", start) for engine in tellers)
         enough = buckets and buckets[-1][1] >= LEAST_FIRST_TOKENS
         return quantile(0.95, buckets) if enough else None
 

@@ -510,28 +510,9 @@ def latency_buckets(ask: Ask, name: str, start: float) -> Buckets:
     memo = ask.scene.memo
     if (ask.target.name, name, start) not in memo:
         memo[(ask.target.name, name, start)] = add_buckets(
-            engine_buckets(ask.windows, engine, name, start) for engine in ask.scene.tellers(ask.target, name))
+            ask.windows.buckets(engine, name, start) for engine in ask.scene.tellers(ask.target, name))
     buckets: Buckets = memo[(ask.target.name, name, start)]
     return buckets
-
-
-def engine_buckets(windows: Windows, engine: str, name: str, start: float) -> dict[float, float]:
-    """A histogram's increase since `start`, by bound.
-
-    An engine that came back with other bounds is judged since then: what was counted up to its new bounds before is
-    not known, and would look slow.
-    """
-    rises, now = windows.increases(engine, name, start), windows.keys_now(engine, name)
-    restarted_at = windows.restarted_at(engine, name)
-    if now != rises.keys() and restarted_at is not None and restarted_at > start:
-        rises = windows.increases(engine, name, restarted_at)
-    return {bound(key): rise for key, rise in rises.items() if key in now and key not in ("sum", "count")}
-
-
-@lru_cache(1024)
-def bound(key: str) -> float:
-    """A bucket's upper bound from its `le`."""
-    return math.inf if key == "+Inf" else float(key)
 
 
 def slow_signal(name: str) -> Callable[[Ask], Signal]:
@@ -1538,7 +1519,7 @@ def measured_outside(ask: Ask, name: str) -> Signal:
     if inside_n >= needed:
         inside_s /= inside_n
     elif name == "user_ttft" and (told := engines_median(ask)) is not None:
-        middle_s = quantile(0.5, add_buckets([engine_buckets(ask.windows, ask.subject, name, ask.start())]))
+        middle_s = quantile(0.5, add_buckets([ask.windows.buckets(ask.subject, name, ask.start())]))
         user_s, (inside_n, inside_s), method = middle_s or 0.0, told, "estimate: the engines' own median"
     else:
         return ask.na("no canary asks an engine itself; name its own address under probe.canary.urls, too")
@@ -1554,7 +1535,7 @@ def summed(ask: Ask, subjects: Sequence[str], name: str) -> tuple[float, float]:
 
 def engines_median(ask: Ask) -> tuple[float, float] | None:
     """(how many, median) of all engines' first tokens over the window; None: there were none."""
-    buckets = add_buckets(engine_buckets(ask.windows, engine, "ttft", ask.start())
+    buckets = add_buckets(ask.windows.buckets(engine, "ttft", ask.start())
                           for target in ask.scene.targets.values() for engine in ask.scene.tellers(target, "ttft"))
     median_s = quantile(0.5, buckets)
     return None if median_s is None else (buckets[-1][1], median_s)

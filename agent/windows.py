@@ -12,6 +12,7 @@ import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import compress
 from operator import itemgetter, lt, ne
 from typing import NamedTuple
@@ -295,6 +296,12 @@ class Track:
 def is_gauge(key: SeriesKey) -> bool:
     """Whether a series is no counter: what is not known is none."""
     return SAMPLES.get(key[0], "gauge") == "gauge"
+
+
+@lru_cache(1024)
+def bound(key: str) -> float:
+    """A bucket's upper bound from its `le`."""
+    return math.inf if key == "+Inf" else float(key)
 
 
 def last_number(column: Sequence[float]) -> float:
@@ -623,6 +630,18 @@ class Windows:
         for row in zip(reversed(track.times), *map(reversed, told), strict=True):
             if not any(map(math.isnan, row)):
                 yield row
+
+    def buckets(self, subject: str, name: str, since: float) -> dict[float, float]:
+        """A histogram's increase since then, by bound.
+
+        An engine that came back with other bounds is judged since then: what was counted up to its new bounds before
+        is not known, and would look slow.
+        """
+        rises, now = self.increases(subject, name, since), self.keys_now(subject, name)
+        restarted_at = self.restarted_at(subject, name)
+        if now != rises.keys() and restarted_at is not None and restarted_at > since:
+            rises = self.increases(subject, name, restarted_at)
+        return {bound(key): rise for key, rise in rises.items() if key in now and key not in ("sum", "count")}
 
     def moved_at(self, subject: str, name: str, since: float, key: str = "") -> float | None:
         """When a series last told another number than before, not looking back beyond `since`; None: it did not."""

@@ -614,17 +614,31 @@ def test_check_imports_little(cli: Cli, view: FakeView, tmp_path: Path) -> None:
     assert done.stderr == "[]\n"
 
 
+LIBRARIES_ALONE = "import typer._adapters, msgspec, yaml"  # what its libraries cost: 0.2 s on an idle machine
+
+
+def cpu_s(call: Callable[[], object]) -> float:
+    """The CPU time of the processes that a call started and awaited."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    call()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 @pytest.mark.heavy
 def test_check_answers_within_half_a_second(cli: Cli, view: FakeView, tmp_path: Path) -> None:
-    """The promise is wall time on a machine at rest; CPU time, which a busy build machine stretches least, is that."""
+    """The promise is wall time on a machine at rest. A busy one stretches CPU time, too, by what its cores share: so
+    the answer is measured against its libraries, loaded in the same moment."""
     view.checked = answer("ticket", *(signal("H2", "kv", "OK", 0.1, subject=f"e{n}") for n in range(300)), HOT)
-    took = []
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+
+    def ask() -> None:
         assert tocsin("check", "--config", str(tmp_path / "tocsin.yaml")).returncode == 1
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(took) <= 0.5, took
+
+    def load() -> None:
+        subprocess.run([sys.executable, "-c", LIBRARIES_ALONE], check=True)
+
+    ratios = [cpu_s(ask) / cpu_s(load) for _ in range(7)]
+    assert min(ratios) <= 0.5 / 0.2, ratios
 
 
 def test_the_daemon_loads_no_command_line() -> None:
