@@ -337,7 +337,7 @@ def lint(
     """Hold the deployment against the twelve design principles.
 
     Asks the running agent; with URLs, or where none runs, reads the engines by itself. Exit 0 where each principle is
-    kept or nobody can tell, 1 where one is at odds, 3 where no engine could be looked at.
+    kept or nobody can tell, 1 where one is at odds, else 3 where an engine could not be looked at.
     """
     from agent import lint as principles
     from agent import lint_report
@@ -352,7 +352,8 @@ def lint(
         return
     answer = _linted(load(chosen(context, config)), urls or (), None if profile is None else profile.value, evidence)
     emit(answer, as_json, lambda: [*lint_report.report(answer)])
-    raise typer.Exit(1 if answer["verdict"] == "at odds" else UNKNOWN if not answer["engines"] else 0)
+    is_blind = answer["errors"] or not answer["engines"]
+    raise typer.Exit(1 if answer["verdict"] == "at odds" else UNKNOWN if is_blind else 0)
 
 
 def _linted(settings: Config, urls: Sequence[str], profile: Any, evidence: Path | None) -> dict[str, Any]:
@@ -371,6 +372,7 @@ def _linted(settings: Config, urls: Sequence[str], profile: Any, evidence: Path 
         raise Failure(f"tocsin lint: {fault}", UNKNOWN) from fault
     engines = [{**head, "findings": principles.judge(facts)} for head, facts in looked.engines]
     words = {one["verdict"] for engine in engines for one in engine["findings"]}
+    words |= {"cannot tell"} if looked.errors else set()
     worst = min(words, key=principles.WORST_FIRST.__getitem__, default="cannot tell")
     return {"verdict": worst, "engines": engines, "errors": list(looked.errors)}
 
@@ -852,7 +854,8 @@ def canary(
 
     from agent.lint_facts import note_canary
 
-    row = {"at": answer["ended"], "verdict": answer["verdict"], "old": list(plan.old), "new": list(plan.new)}
+    row = {"at": answer["ended"], "started": answer["started"], "verdict": answer["verdict"],
+           "old": list(plan.old), "new": list(plan.new)}
     untold = note_canary(settings.state_dir, row)
     if untold is not None:
         sys.stderr.write(f"tocsin: not written down for `tocsin lint`: {untold}\n")

@@ -197,7 +197,7 @@ def target_of(url: str, config: Config) -> Target:
     if engine is None:
         return Target(name, (), slo_for(config))
     name = target_name(engine)
-    return Target(name, (), slo_for(config, name), engine.profile, engine.gpus)
+    return Target(name, (), slo_for(config, name), engine.profile or "latency", engine.gpus)
 
 
 def typical_step_s(rows: Sequence[Scrape]) -> float:

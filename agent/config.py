@@ -344,7 +344,7 @@ class EngineConfig(_Form, frozen=True):
     name: Name | None = None  # None: host:port, see target_name
     kind: EngineKind = "auto"
     gpus: tuple[int, ...] = ()  # NVML indices
-    profile: Literal["latency", "throughput"] = "latency"
+    profile: Literal["latency", "throughput"] | None = None  # None: nobody said; judged as latency
     slo: SloOverride = SloOverride()
     startup_within: PositiveDuration = 600.0  # s
     at: str = field(name="_at", default="")

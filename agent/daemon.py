@@ -83,7 +83,7 @@ def share_heaps() -> None:
 def setup_of(config: Config, rules: Sequence[Rule], *, clip_windows: bool = False) -> Setup:
     """What a configuration says of the node."""
     targets = tuple(
-        Target(target_name(e), (), slo_for(config, target_name(e)), e.profile, e.gpus,
+        Target(target_name(e), (), slo_for(config, target_name(e)), e.profile or "latency", e.gpus,
                startup_within_s=0.0 if clip_windows else e.startup_within,  # a check alone waits for no start
                address=address_of(e.url), port=local_port(e.url))
         for e in config.engines)

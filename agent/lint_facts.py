@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -19,8 +19,9 @@ import yaml
 
 from agent.client import NotPermitted, NotRunning, ask
 from agent.config import Config, address_of, target_name
+from agent.daemon import local_port
 from agent.exposition import PageError, Reader
-from agent.lint import Facts
+from agent.lint_case import Facts
 from agent.oneshot import doctor
 from agent.sources.discovery import Process, engine_of, options_of, processes, version_at
 from agent.sources.fetch import Fetcher, FetchError, is_local
@@ -28,6 +29,7 @@ from agent.sources.fetch import Fetcher, FetchError, is_local
 ROUNDS = 5  # reads of an engine at an address, a second apart
 ASK_S, MOST_BYTES = 3.0, 8 << 20
 CONFIG_BYTES = 1 << 20
+MODEL_OPTIONS = ("model", "model-path", "model-id")  # of vLLM, SGLang, TGI
 CANARIES, EVIDENCE = "canaries.jsonl", "evidence.yaml"  # in the state folder
 Profile = Literal["latency", "throughput"]
 
@@ -93,10 +95,12 @@ def look(config: Config, urls: Sequence[str], *, profile: Profile | None = None,
         of = _target(target, here, config, profile)
         for engine in target["engines"]:
             facts = replace(of, engine=engine, numbers=target["facts"].get(engine) or {}, now=now, evidence=_of_engine(
-                on_file, engine), canaries=canaries(config.state_dir / CANARIES), binds=next(
+                on_file, engine), url=target["url"] or "", canaries=of_url(
+                canaries(config.state_dir / CANARIES), target["url"] or ""), binds=next(
                 (row for row in target["binds"] if row["engine"] == engine), None))
             if checked is not None:
-                facts = replace(facts, signals=_rows(checked["signals"], engine, target["target"], told["gpus"]),
+                facts = replace(facts, signals=_rows(checked["signals"], engine, target["target"], told["gpus"],
+                                                     others_addresses(target, told["targets"], config)),
                                 drills=drills, changes=changes(target["configs"]),
                                 watched_since=target["configs"][0]["at"] if target["configs"] else None)
             if checked is not None and not target["configs"]:
@@ -120,7 +124,8 @@ def _target(target: Mapping[str, Any], here: Sequence[Process], config: Config, 
     served = _json(f"{url}/v1/models")
     models = served.get("data") if isinstance(served, dict) else None
     model = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
-    folder = _folder((options or {}).get("model"), model.get("root"), pid=None if process is None else process.pid)
+    named = [(options or {}).get(name) for name in MODEL_OPTIONS]
+    folder = _folder(*named, model.get("root"), pid=None if process is None else process.pid)
     context = str(model.get("max_model_len") or (options or {}).get("max-model-len") or "")
     lost = [found["name"] for found in target["found"] if found["required"] and found["how"] is None
             and found["code"] != "not_supported"]
@@ -132,11 +137,12 @@ def _target(target: Mapping[str, Any], here: Sequence[Process], config: Config, 
 
 
 def _rows(signals: Iterable[Mapping[str, Any]], engine: str, target: str, gpus: Sequence[Mapping[str, Any]],
-          ) -> list[Mapping[str, Any]]:
+          not_its: Callable[[str], bool]) -> list[Mapping[str, Any]]:
     """The rows of `check` that are about this engine, or about what all share."""
     own, uuids = {engine, target}, {gpu["uuid"] for gpu in gpus}
     return [row for row in signals if row["subject"] in own or row["subject"] in uuids
-            or str(row["rule"]).startswith(("business-", "user-", "outside-"))]
+            or str(row["rule"]).startswith("business-")
+            or (str(row["rule"]).startswith(("user-", "outside-")) and not not_its(str(row["subject"])))]
 
 
 def _of_engine(on_file: Mapping[str, Evidence], engine: str) -> dict[str, Any]:
@@ -163,7 +169,7 @@ def changes(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def canaries(path: Path) -> list[dict[str, Any]]:
-    """What `tocsin canary` wrote down: {"at", "verdict"} of each; a torn line is left out."""
+    """What `tocsin canary` wrote down, as note_canary has it; a torn line is left out."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -269,3 +275,34 @@ def _weights_in(folder: Path | None) -> float | None:
     except OSError:
         pass
     return None
+
+
+# --- whose canary it is ----------------------------------------------------------------------------------------------
+
+
+def is_same(one: str, other: str) -> bool:
+    """Whether two addresses are of one engine, however each is written."""
+    return address_of(one) == address_of(other) or 0 != local_port(one) == local_port(other)
+
+
+def of_url(canaries_: Iterable[Mapping[str, Any]], url: str) -> list[dict[str, Any]]:
+    """The canaries that named this engine, with the "side" that it was on."""
+    return [{**one, "side": side} for one in canaries_ for side in ("old", "new")
+            if url and any(is_same(url, str(named)) for named in one.get(side) or ())]
+
+
+def others_addresses(target: Mapping[str, Any], targets: Sequence[Mapping[str, Any]], config: Config,
+                     ) -> Callable[[str], bool]:
+    """Whether what is measured at an address is not of this target.
+
+    Another engine's own is not; one that users use is where all engines here serve this model, or the canary names it.
+    """
+    models = {one["model"] for one in targets} if config.probe.canary.model is None else {config.probe.canary.model}
+    foreign = [one["url"] for one in targets if one is not target and one["url"]]
+
+    def not_its(address: str) -> bool:
+        if target["url"] and is_same(address, target["url"]):
+            return False
+        return models != {target["model"]} or any(is_same(address, url) for url in foreign)
+
+    return not_its

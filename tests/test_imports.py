@@ -65,7 +65,10 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.layouts": Row("agent.windows"),
     "agent.advise": Row("agent.scaling agent.words"),
     "agent.budget": Row("agent.advise"),
-    "agent.lint": Row("agent agent.advise agent.budget agent.words"),
+    "agent.lint": Row("agent agent.advise agent.lint_case agent.lint_design agent.lint_running"),
+    "agent.lint_case": Row("agent.binds"),
+    "agent.lint_design": Row("agent agent.advise agent.budget agent.lint_case agent.words"),
+    "agent.lint_running": Row("agent.lint_case agent.words"),
     "agent.lint_report": Row("agent.words"),
     "agent.facts": Row("agent.binds agent.model agent.signals"),
     "agent.spark": Row("agent.model"),
@@ -206,7 +209,7 @@ MAY_IMPORT: dict[str, Row] = {
         " agent.sources.fetch agent.words", WORLD,
     ),
     "agent.lint_facts": Row(
-        "agent.client agent.config agent.exposition agent.lint agent.oneshot agent.sources.discovery"
+        "agent.client agent.config agent.daemon agent.exposition agent.lint_case agent.oneshot agent.sources.discovery"
         " agent.sources.fetch",
         "fnmatch msgspec pathlib time yaml",
     ),
@@ -481,8 +484,9 @@ def test_the_daemon_stays_small() -> None:
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = done.stderr.split()
     assert "agent.loop" in loaded, done.stdout
-    unwanted = {"agent.__main__", "agent.budget", "agent.lint", "agent.lint_facts", "agent.lint_report", "agent.show",
-                "agent.record", "apprise", "click", "flask", "hypothesis", "pytest", "typer"}
+    unwanted = {"agent.__main__", "agent.budget", "agent.lint", "agent.lint_case", "agent.lint_facts",
+                "agent.lint_report", "agent.show", "agent.record", "apprise", "click", "flask", "hypothesis", "pytest",
+                "typer"}
     assert sorted(unwanted.intersection(loaded)) == []
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agent import lint, lint_facts, lint_report
+from agent import lint, lint_facts, lint_report, lint_running
+from agent.__main__ import main
 from agent.budget import Shape, budget, kv_token_bytes, least_gpus, shape_of, weight_bytes
-from agent.lint import Facts
+from agent.config import CanaryConfig, Config, EngineConfig, ProbeConfig
+from agent.daemon import setup_of
+from agent.lint_case import Facts
 from agent.model import FoundEngine
 from agent.signals import Target
-from agent.sources.discovery import options_of
+from agent.sources.discovery import Process, options_of
 from tests.test_node import node, restarted
 
 NOW = 1_000_000_000.0
@@ -23,7 +28,8 @@ LLAMA_2_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value
 LLAMA_70B = {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192,
              "intermediate_size": 28672, "vocab_size": 128256, "torch_dtype": "bfloat16"}
 GPU = {"gpu_bytes": 80e9, "gpus": 1.0}
-LATENCY, THROUGHPUT = {"profile": "latency"}, {"profile": "throughput"}
+LATENCY: dict[str, Any] = {"profile": "latency"}
+THROUGHPUT: dict[str, Any] = {"profile": "throughput"}
 SPECULATES = {"speculative-config": "{}"}
 
 
@@ -37,15 +43,25 @@ def row(rule: str, value: float | None = 1.0, state: str = "OK") -> dict[str, An
     return {"rule": rule, "subject": "llama", "state": state, "value": value, "unit": "s", "text": ""}
 
 
+def canary(*, from_: float, to: float, verdict: str = "pass", side: str = "new") -> dict[str, Any]:
+    """One that named this engine; when it began and ended, in days ago."""
+    return {"started": NOW - from_ * DAY, "at": NOW - to * DAY, "verdict": verdict, "side": side}
+
+
 def drill(fault: str, days_ago: float = 3.0, verdict: str = "PASS") -> dict[str, Any]:
     """A row of `drill history`."""
     return {"drill": fault, "fault": fault, "verdict": verdict, "started": NOW - days_ago * DAY}
 
 
 ALL_DRILLS = [drill(fault) for fault in ("process-kill", "gpu-reset", "packet-loss", "upstream-timeout")]
-ALL_RULES = [row(rules[0]) for rules in lint.WATCHED.values()]
-CHANGED = [{"at": NOW - DAY, "what": "--max-num-seqs 32 → 64"}]
+ALL_RULES = [row(rules[0]) for rules in lint_running.WATCHED.values()]
+CHANGED = [{"at": NOW - 4 * DAY, "what": "--max-num-seqs 32 → 64"}]
 BINDS = {"name": "KV-bound", "why": "KV cache 98 % full", "knob": "more KV blocks", "no_help": "a larger chunk"}
+
+
+def finding(number: int, of: Facts) -> dict[str, Any]:
+    """What is found on one principle."""
+    return next(one for one in lint.judge(of) if one["number"] == number)
 
 
 @pytest.mark.parametrize(("number", "right", "wrong", "change"), [
@@ -58,7 +74,7 @@ BINDS = {"name": "KV-bound", "why": "KV cache 98 % full", "knob": "more KV block
     (2, facts({"max-num-seqs": "8"}, model=LLAMA_70B, context_tokens=4096.0, numbers={**GPU, "gpus": 4.0}),
      facts({"max-num-seqs": "8"}, model=LLAMA_70B, context_tokens=4096.0, numbers=GPU), "--tensor-parallel-size 4"),
     (2, facts({"max-num-seqs": "4"}, context_tokens=1024.0, numbers={"capacity_tokens": 8192.0}),
-     facts({"max-num-seqs": "32"}, context_tokens=1024.0, numbers={"capacity_tokens": 8192.0}), "--max-num-seqs 8"),
+     facts({"max-num-seqs": "32"}, context_tokens=1024.0, numbers={"capacity_tokens": 8192.0}), "--max-num-seqs 6"),
     (3, facts(signals=[row("outside-engine", 0.004)]), facts(signals=[row("outside-engine", 0.08)]), "proxies"),
     (4, facts(evidence={"streamed": 0.97}), facts(evidence={"streamed": 0.2}), "stream"),
     (5, facts(binds={**BINDS, "by": "decode-bound"}), facts(binds={**BINDS, "by": "kv-bound"}), "more KV blocks"),
@@ -66,26 +82,116 @@ BINDS = {"name": "KV-bound", "why": "KV cache 98 % full", "knob": "more KV block
      facts({"quantization": "fp8"}, evidence={"outlier_ratio": 180.0}), "weights only"),
     (6, facts({"quantization": "awq"}), facts({"quantization": "fp8"}), "outlier_ratio"),
     (7, facts({"max-num-seqs": "16", **SPECULATES}), facts({"max-num-seqs": "64", **SPECULATES}), "--max-num-seqs 16"),
-    (7, facts(SPECULATES, numbers={"running": 9.0, "acceptance": 0.7}),
-     facts(SPECULATES, numbers={"running": 9.0, "acceptance": 0.3}), "draft"),
-    (8, facts(changes=CHANGED, canaries=[{"at": NOW - 2 * DAY, "verdict": "pass"}]),
-     facts(changes=CHANGED, canaries=[{"at": NOW - 2 * DAY, "verdict": "fail"}]), "tocsin canary"),
+    (7, facts({"max-num-seqs": "16", **SPECULATES}, numbers={"acceptance": 0.7}),
+     facts({"max-num-seqs": "16", **SPECULATES}, numbers={"acceptance": 0.3}), "draft"),
+    (8, facts(changes=CHANGED, canaries=[canary(from_=3, to=2)]),
+     facts(changes=CHANGED, canaries=[canary(from_=3, to=2, verdict="fail")]), "tocsin canary"),
     (9, facts(signals=ALL_RULES), facts(signals=[*ALL_RULES[:-1], row("ttft-p99", None, "UNKNOWN")]), "business"),
     (10, facts(drills=ALL_DRILLS), facts(drills=[*ALL_DRILLS[1:], drill("process-kill", verdict="ABORTED")]),
      "process-kill"),
     (10, facts(drills=ALL_DRILLS), facts(drills=[*ALL_DRILLS[1:], drill("process-kill", 40.0)]), "process-kill"),
     (11, facts({"quantization": "awq"}, evidence={"score_before": 71.2, "score_after": 70.9}),
      facts({"quantization": "awq"}, evidence={"score_before": 71.2, "score_after": 66.0}), "loses less"),
-    (11, facts(), facts(cache={"cache_dtype": "fp8_e4m3"}), "score_before"),
+    (11, facts(model=LLAMA_70B), facts(cache={"cache_dtype": "fp8_e4m3"}), "score_before"),
     (12, facts(signals=[row("user-ttft-p99", 0.4)]), facts(signals=[row("ttft-p99", 0.4)]), "canary"),
 ])
 def test_a_right_and_a_wrong_deployment(number: int, right: Facts, wrong: Facts, change: str) -> None:
     """Each finding has its evidence; what is at odds says what it costs and what to change."""
-    judged = [next(one for one in lint.judge(of) if one["number"] == number) for of in (right, wrong)]
+    judged = [finding(number, of) for of in (right, wrong)]
     assert [one["verdict"] for one in judged] == ["kept", "at odds"], judged
     assert all(one["evidence"] for one in judged)
     assert judged[1]["costs"]
     assert change in judged[1]["change"]
+
+
+FEWER_DRAFTS = {"speculative-config": '{"num_speculative_tokens_per_batch_size": [[1, 16, 3], [17, 512, 0]]}'}
+
+
+def of_kind(kind: str, options: dict[str, str] | None = None, **more: Any) -> Facts:
+    """Another engine whose command line has these options."""
+    return replace(facts(options, **more), kind=kind)
+
+
+@pytest.mark.parametrize(("story", "number", "of", "verdict", "words"), [
+    # Principle 1: each column of the seed's table.
+    ("nobody said", 1, facts({"max-num-seqs": "32"}), "cannot tell", "profile: latency"),
+    ("drafting is said", 1, facts({"max-num-seqs": "32"}, **LATENCY), "kept", "whether to draft: principle 7"),
+    ("fewer than the table's", 1, facts({"max-num-seqs": "4"}, **LATENCY), "kept", "fewer than 16"),
+    ("chunks are said", 1, facts({"max-num-seqs": "128"}, **THROUGHPUT), "kept", "chunked prefill may stay on"),
+    ("both are wrong", 1, facts({"max-num-seqs": "64", "no-enable-chunked-prefill": ""}, **LATENCY), "at odds",
+     "--max-num-seqs 32 (16 to 32), or declare profile: throughput; --enable-chunked-prefill"),
+    ("vLLM's default of 128 or more", 1, facts(**LATENCY), "at odds", "--max-num-seqs is not given"),
+    ("it may stand in the engine's file", 1, facts({"config": "/etc/vllm.yaml"}, **LATENCY), "cannot tell",
+     "its --config file may say it"),
+    ("SGLang's default is its own", 1, of_kind("sglang", **LATENCY), "cannot tell", "--max-running-requests"),
+    ("SGLang's own name", 1, of_kind("sglang", {"max-running-requests": "64", "chunked-prefill-size": "4096"},
+     **LATENCY), "at odds", "--max-running-requests 32"),
+    ("SGLang's way to turn it off", 1, of_kind("sglang", {"max-running-requests": "32", "chunked-prefill-size": "-1"},
+     **LATENCY), "at odds", "turn chunked prefill on"),
+    ("whether SGLang drafts", 1, of_kind("sglang", {"max-running-requests": "128"}, **THROUGHPUT), "cannot tell",
+     "speculative decoding is not known"),
+    # Principle 2: 4 × 1,024 = 4,096 tokens are asked for; with 20 % on top 4,915.2.
+    ("no headroom", 2, facts({"max-num-seqs": "4"}, context_tokens=1024.0, numbers={"capacity_tokens": 4096.0}),
+     "at odds", "--max-num-seqs 3 (20 % spare)"),
+    ("nearly", 2, facts({"max-num-seqs": "4"}, context_tokens=1024.0, numbers={"capacity_tokens": 4915.0}),
+     "at odds", "4 of 4 full sequences find room; what the sum forgets is preempted"),
+    ("20 %", 2, facts({"max-num-seqs": "4"}, context_tokens=1024.0, numbers={"capacity_tokens": 4916.0}), "kept",
+     "20 % more than is asked for"),
+    ("SGLang's names", 2, of_kind("sglang", {"max-running-requests": "4"}, context_tokens=1024.0,
+     numbers={"capacity_tokens": 4096.0}), "at odds", "a shorter longest sequence, or more KV cache: --mem-fraction"),
+    # Principles 6 and 11: not to have seen it is not to be sure.
+    ("no flag, no file", 6, facts(), "cannot tell", "config.json cannot be read here"),
+    ("no flag, no file", 11, facts(), "cannot tell", "config.json cannot be read here"),
+    ("the model's own word", 6, facts(model=LLAMA_70B), "kept", "not quantized"),
+    ("another file may", 11, facts({"config": "/etc/vllm.yaml"}, model=LLAMA_70B), "cannot tell", "another file may"),
+    ("TGI may by its environment", 11, of_kind("tgi", model=LLAMA_70B), "cannot tell", "another file may"),
+    ("quantized in the file", 11, of_kind("tgi", model={"quantization_config": {"quant_method": "awq"}}), "at odds",
+     "awq"),
+    ("a KV cache of FP8 alone, measured", 11, facts(cache={"cache_dtype": "fp8"}, evidence={
+        "score_before": 71.2, "score_after": 71.0}), "kept", "KV cache fp8"),
+    # Principle 7: a night in which one ran must not hide a day with 64.
+    ("EAGLE and 64 seats", 7, facts({"max-num-seqs": "64", **SPECULATES}, numbers={"running": 0.4, "sequences": 3.0}),
+     "at odds", "--max-num-seqs 64"),
+    ("EAGLE and vLLM's default", 7, facts(SPECULATES, numbers={"running": 0.4}), "at odds", "128 or more"),
+    ("fewer drafts the more run", 7, facts({"max-num-seqs": "64", **FEWER_DRAFTS}), "kept", "fewer drafts"),
+    ("from afar the most that was seen", 7, replace(facts(numbers={"acceptance": 0.7, "sequences": 40.0}),
+     options=None), "at odds", "at most 40 ran at once"),
+    ("from afar, idle", 7, replace(facts(numbers={"acceptance": 0.7}), options=None), "cannot tell", "batch size"),
+    ("small batches in 256 seats", 7, facts({"max-num-seqs": "256"}, numbers={"sequences": 9.0}), "cannot tell",
+     "at 16 or fewer it may pay"),
+    ("SGLang drafts", 7, of_kind("sglang", {"speculative-algorithm": "EAGLE", "max-running-requests": "64"}), "at odds",
+     "turn speculative decoding off, or send small batches to a replica of their own (--max-running-requests 16)"),
+    ("vLLM's short names", 7, facts({"max-num-seqs": "64", "spec-method": "ngram"}), "at odds", "drafting is a loss"),
+    # Principle 10: a rank that is slow is no GPU that is lost.
+    ("slow-rank", 10, facts(drills=[*(one for one in ALL_DRILLS if one["fault"] != "gpu-reset"), drill("slow-rank")]),
+     "at odds", "not drilled: a GPU failure"),
+])
+def test_what_is_known_decides_and_nothing_else(story: str, number: int, of: Facts, verdict: str, words: str) -> None:
+    """No option seen is no default known; what an engine calls its knobs is said to who runs that engine."""
+    found = finding(number, of)
+    said = " | ".join([*found["evidence"], *(found[key] or "" for key in ("costs", "change", "would_tell"))])
+    assert (found["verdict"], words in said) == (verdict, True), (story, found)
+
+
+@pytest.mark.parametrize(("story", "changed_days_ago", "canaries", "verdict"), [
+    ("its canary after the change", [4], [canary(from_=3, to=2)], "kept"),
+    ("one before it judged something else", [4], [canary(from_=6, to=5)], "at odds"),
+    ("one that ran while it came judged both", [4], [canary(from_=5, to=3)], "at odds"),
+    ("too late", [10], [canary(from_=2, to=1)], "at odds"),
+    ("the first try failed, the second passed", [5], [canary(from_=4, to=3, verdict="fail"), canary(from_=2, to=1)],
+     "kept"),
+    ("one canary is not for two changes", [5, 3], [canary(from_=2, to=1)], "at odds"),
+    ("one for each", [5, 3], [canary(from_=4.5, to=3.5), canary(from_=2, to=1)], "kept"),
+    ("another engine had it first, this one was the old", [4], [canary(from_=6, to=5, side="old")], "kept"),
+    ("and then it changed twice", [4, 3], [canary(from_=6, to=5, side="old")], "at odds"),
+    ("old is not new", [4], [canary(from_=3, to=2, side="old")], "at odds"),
+    ("32 days ago", [32], [], "kept"),
+])
+def test_each_change_has_its_own_canary(story: str, changed_days_ago: list[int], canaries: list[dict[str, Any]],
+                                        verdict: str) -> None:
+    """A change is judged by what ran under it alone, and is not told of for ever."""
+    changes = [{"at": NOW - days * DAY, "what": "--max-num-seqs 32 → 64"} for days in changed_days_ago]
+    assert finding(8, facts(changes=changes, canaries=canaries))["verdict"] == verdict, story
 
 
 def test_an_engine_of_which_nothing_is_known_is_not_called_right() -> None:
@@ -99,17 +205,17 @@ def test_what_the_cache_cannot_hold_is_at_odds_however_large_the_gpu_is() -> Non
     """8 sequences of 32,768 tokens on four GPUs that have room for them, and a cache that was made for 20,000."""
     of = facts({"max-num-seqs": "8"}, model=LLAMA_70B, context_tokens=32768.0,
                numbers={**GPU, "gpus": 8.0, "capacity_tokens": 20000.0})
-    memory = next(one for one in lint.judge(of) if one["number"] == 2)
+    memory = finding(2, of)
     assert (memory["verdict"], "0 of 8 full sequences" in memory["costs"]) == ("at odds", True), memory
 
 
 def test_the_worst_comes_first_and_the_page_says_what_to_do() -> None:
     """A colleague reads from the top."""
-    found = lint.judge(facts({"max-num-seqs": "64", **SPECULATES}, **LATENCY))
+    found = lint.judge(facts({"max-num-seqs": "64", **SPECULATES}, evidence={"streamed": 0.97}, **LATENCY))
     head = {"engine": "llama", "url": "http://a:8000", "kind": "vllm", "model": "m", "version": "0.32.0"}
     lines = lint_report.report({"engines": [{**head, "findings": found}], "errors": ["b: refused"]})
     assert lines[0] == "Not looked at: b: refused"
-    assert lines[2] == "llama (vllm 0.32.0, m): 2 at odds, 8 cannot tell, 2 kept"
+    assert lines[2] == "llama (vllm 0.32.0, m): 2 at odds, 9 cannot tell, 1 kept"
     assert lines.index("AT ODDS") < lines.index("CANNOT TELL") < lines.index("KEPT")
     assert "     Change: --max-num-seqs 32 (16 to 32), or declare profile: throughput" in lines
 
@@ -198,3 +304,77 @@ def test_canaries_are_written_down_and_read_past_a_torn_line(tmp_path: Path) -> 
     with (tmp_path / lint_facts.CANARIES).open("a") as out:
         out.write('{"at": 6.0, "ver\n')
     assert [one["at"] for one in lint_facts.canaries(tmp_path / lint_facts.CANARIES)] == [5.0]
+
+
+@pytest.mark.parametrize(("story", "row", "sides"), [
+    ("it was new", {"old": ["http://127.0.0.1:8001"], "new": ["http://localhost:8000"]}, ["new"]),
+    ("it was old", {"old": ["http://127.0.0.1:8000"], "new": ["http://127.0.0.1:8001"]}, ["old"]),
+    ("others", {"old": ["http://10.0.0.1:8000"], "new": ["http://10.0.0.2:8000"]}, []),
+    ("written by an earlier version", {}, []),
+])
+def test_a_canary_is_of_the_engines_that_it_named(story: str, row: dict[str, Any], sides: list[str]) -> None:
+    """However their addresses were written."""
+    found = lint_facts.of_url([{"at": 5.0, "verdict": "pass", **row}], "http://127.0.0.1:8000")
+    assert [one["side"] for one in found] == sides, story
+
+
+@pytest.mark.parametrize(("story", "models", "asks", "address", "its"), [
+    ("one engine", ["llama"], None, "https://llm.internal", True),
+    ("replicas", ["llama", "llama"], None, "https://llm.internal", True),
+    ("two models, and nobody said which", ["llama", "qwen"], None, "https://llm.internal", False),
+    ("two models, this one", ["llama", "qwen"], "llama", "https://llm.internal", True),
+    ("two models, the other", ["llama", "qwen"], "qwen", "https://llm.internal", False),
+    ("its own address", ["llama", "qwen"], None, "http://localhost:8000", True),
+    ("the other's own", ["llama", "llama"], None, "http://127.0.0.1:8001", False),
+])
+def test_a_canary_tells_of_the_engines_that_serve_its_model(story: str, models: list[str], asks: str | None,
+                                                            address: str, *, its: bool) -> None:
+    """A gateway before another model says nothing of what users of this one wait for."""
+    targets = [{"model": model, "url": f"http://127.0.0.1:{8000 + n}"} for n, model in enumerate(models)]
+    config = Config(probe=ProbeConfig(canary=CanaryConfig(model=asks)))
+    assert lint_facts.others_addresses(targets[0], targets, config)(address) is not its, story
+
+
+def test_nobody_s_default_is_a_declaration() -> None:
+    """It is judged as latency, as ever; that somebody wants it so is another thing."""
+    config = Config(engines=(EngineConfig(url="http://127.0.0.1:8000"),))
+    assert config.engines[0].profile is None
+    assert setup_of(config, ()).targets[0].profile == "latency"
+
+
+@pytest.mark.parametrize(("story", "of", "errors", "code", "verdict"), [
+    ("one is at odds, and one is away", facts(SPECULATES), ["b: refused"], 1, "at odds"),
+    ("nobody can tell", Facts("llama", now=NOW), [], 0, "cannot tell"),
+    ("one of two is away", Facts("llama", now=NOW), ["b: refused"], 3, "cannot tell"),
+    ("all are away", None, ["b: refused"], 3, "cannot tell"),
+])
+def test_an_engine_that_is_away_is_not_fine(
+        story: str, of: Facts | None, errors: list[str], code: int, verdict: str, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipeline reads the exit code, and would ship."""
+    head = {"engine": "llama", "url": "http://a:8000", "kind": "vllm", "model": "m", "version": "0.32.0"}
+    looked = lint_facts.Looked([] if of is None else [(head, of)], errors)
+    monkeypatch.setattr(lint_facts, "look", lambda *_, **__: looked)
+    monkeypatch.setattr(sys, "argv", ["tocsin", "lint", "http://a:8000", "http://b:8000", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, json.loads(capsys.readouterr().out)["verdict"]) == (code, verdict), story
+
+
+@pytest.mark.parametrize("words", [
+    "python -m sglang.launch_server --model-path {} --port 30000",
+    "text-generation-launcher --model-id {} --port 30000",
+    "vllm serve {} --port 30000",
+])
+def test_the_model_s_folder_is_found_by_what_each_engine_calls_it(
+        words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it nobody can tell what the weights take, and whether they are quantized."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    url = "http://127.0.0.1:30000"
+    target: dict[str, Any] = {"target": "a", "url": url, "kind": "sglang", "model": "m", "error": None,
+                              "engines": ["a"], "found": [], "configs": [], "facts": {}, "binds": []}
+    monkeypatch.setattr(lint_facts, "doctor", lambda *_, **__: {"targets": [target], "gpus": []})
+    monkeypatch.setattr(lint_facts, "processes", lambda _: [Process(2**30, tuple(words.format(tmp_path).split()))])
+    monkeypatch.setattr(lint_facts, "_text", lambda _: "")
+    ((_, found),) = lint_facts.look(Config(), [url]).engines
+    assert (found.model, found.url) == (LLAMA_70B, url)

@@ -1,0 +1,161 @@
+"""What the twelve principles judge, and how: the facts of a deployment, the verdicts, and what several of them ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from agent.binds import ANY, FLAGS, Flags
+
+Word = Literal["kept", "at odds", "cannot tell"]
+LEAST_DEFAULT = 128.0  # vLLM's own --max-num-seqs: 128 on a CPU, 256 or 1,024 on GPUs (0.32, arg_utils.py)
+DRAFTS = ("sc", "speculate", "model-draft", "md")  # of vLLM, TGI, llama.cpp; others begin with speculative- or spec-
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of one engine and of how it is run. None: nobody could tell; `no_*` says why where it helps.
+
+    `options`: its command line's, name without dashes -> value ("" where it has none). `numbers`: as agent.facts has
+    them. `signals`: rows of `check`. `changes`: {"at", "what"} of each change of its configuration that the agent saw,
+    oldest first. `canaries`: those that named this engine, {"at": their end, "started", "verdict", "side": "old" or
+    "new"}. `drills`: rows of `drill history`. `evidence`: of the file, see docs/lint.md.
+    """
+
+    engine: str
+    kind: str = "unknown"
+    profile: Literal["latency", "throughput"] | None = None
+    options: Mapping[str, str] | None = None
+    cache: Mapping[str, str] = field(default_factory=dict)  # labels of vllm:cache_config_info
+    model: Mapping[str, Any] | None = None  # its config.json
+    weight_bytes: float | None = None  # of its files
+    context_tokens: float | None = None  # the longest sequence that it takes
+    numbers: Mapping[str, float | None] = field(default_factory=dict)
+    binds: Mapping[str, Any] | None = None
+    signals: Sequence[Mapping[str, Any]] | None = None
+    lost: Sequence[str] = ()  # required numbers that cannot be had
+    changes: Sequence[Mapping[str, Any]] | None = None
+    watched_since: float | None = None
+    canaries: Sequence[Mapping[str, Any]] = ()
+    drills: Sequence[Mapping[str, Any]] | None = None
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    url: str = ""
+    now: float = 0.0
+
+    def option(self, *names: str) -> str | None:
+        """The value of the first of these options that its command line has; None: none of them."""
+        options = self.options or {}
+        return next((options[name] for name in names if name in options), None)
+
+    @property
+    def flags(self) -> Flags:
+        """What this engine calls its knobs."""
+        return FLAGS.get(self.kind, ANY)
+
+    def flag(self, of_vllm: str, words: str) -> str:
+        """An option by vLLM's name, for others in words."""
+        return of_vllm if self.kind == "vllm" else words
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether an option that is not on its command line has its default, and we know that one: vLLM's."""
+        return self.kind == "vllm" and self.options is not None and "config" not in self.options
+
+
+class Verdict(NamedTuple):
+    """On one principle. `costs`, `change`: where it is at odds; `would_tell`: where nobody can say."""
+
+    word: Word
+    evidence: Sequence[str] = ()
+    costs: str = ""
+    change: str = ""
+    would_tell: str = ""
+
+
+def kept(*evidence: str) -> Verdict:
+    """It is as it should be, by this."""
+    return Verdict("kept", evidence)
+
+
+def at_odds(evidence: str | Sequence[str], *, costs: str, change: str) -> Verdict:
+    """It is not; what that costs, and what to change."""
+    return Verdict("at odds", [evidence] if isinstance(evidence, str) else evidence, costs, change)
+
+
+def cannot(why: str | Sequence[str], *, would_tell: str) -> Verdict:
+    """Nothing here shows it; what would."""
+    return Verdict("cannot tell", [why] if isinstance(why, str) else why, would_tell=would_tell)
+
+
+SEE_OPTIONS = "`tocsin lint` on the engine's own machine, where /proc shows its command line"
+NO_AGENT = "only a running agent knows"
+ASK_AGENT = "`tocsin lint` without an address, on the node where the agent runs"
+
+
+def unseen(facts: Facts, what: str, option: str, *said: str) -> Verdict:
+    """An option decides, and is not on its command line."""
+    if facts.options is None:
+        why = "its command line was not seen: it runs elsewhere, or in a container of its own"
+        return cannot([*said, f"{what} is not known: {why}"], would_tell=SEE_OPTIONS)
+    why = "its --config file may say it" if "config" in facts.options else "what this engine does without is not known"
+    return cannot([*said, f"{what} is not known: its command line does not say, and {why}"],
+                  would_tell=f"{option} on its command line")
+
+
+def sequences(facts: Facts) -> float | None:
+    """How many sequences it runs at once at most, where its command line says it."""
+    told = facts.option("max-num-seqs", "max-running-requests", "max-batch-size", "parallel", "np")
+    return float(told) if told is not None and told.isdigit() else None
+
+
+def seats(facts: Facts) -> tuple[float, str] | None:
+    """The same with vLLM's default (at least that), and in words; None: nobody knows."""
+    most, name = sequences(facts), facts.flags.sequences
+    if most is not None:
+        return most, f"{name} {most:.0f}"
+    default = LEAST_DEFAULT, f"{name} is not given: vLLM's own is {LEAST_DEFAULT:.0f} or more"
+    return default if facts.is_whole else None
+
+
+def speculates(facts: Facts) -> bool | None:
+    """Whether it drafts tokens."""
+    if facts.numbers.get("acceptance") is not None:
+        return True
+    if any(name in DRAFTS or name.startswith(("speculative-", "spec-")) for name in facts.options or ()):
+        return True
+    return False if facts.is_whole else None
+
+
+def chunks(facts: Facts) -> bool | None:
+    """Whether long prompts are computed in parts; vLLM does since 0.8, unless told not to."""
+    told, size = facts.option("enable-chunked-prefill"), facts.option("chunked-prefill-size")  # SGLang's is a size
+    if facts.option("no-enable-chunked-prefill") is not None or size == "-1":
+        return False
+    if told is not None:
+        return told.lower() not in ("false", "0")
+    return True if size is not None or facts.is_whole else None
+
+
+def quantized(facts: Facts) -> tuple[str, bool] | None:
+    """(form, whether activations are quantized, too); ("", False): not at all; None: nobody knows."""
+    form = facts.option("quantization", "quantize", "q") or ""
+    told = (facts.model or {}).get("quantization_config")
+    if isinstance(told, Mapping) and not form:
+        form = str(told.get("quant_method") or "")
+        groups = told.get("config_groups")
+        if isinstance(groups, Mapping):
+            return form, any(isinstance(one, Mapping) and one.get("input_activations") for one in groups.values())
+    if not form:
+        return None if facts.model is None or not facts.is_whole else ("", False)
+    return form, any(word in form.lower() for word in ("fp8", "w8a8", "smooth", "int8", "modelopt", "compressed"))
+
+
+def rows(facts: Facts, *rules: str) -> list[Mapping[str, Any]]:
+    """The rows of `check` of these rules."""
+    return [row for row in facts.signals or () if row["rule"] in rules]
+
+
+def measured(facts: Facts, *rules: str) -> Mapping[str, Any] | None:
+    """The first of them that has a value."""
+    return next((row for row in rows(facts, *rules) if row.get("value") is not None), None)

@@ -1,0 +1,286 @@
+"""Principles 1, 2, 6, 7 and 11: how an engine is configured. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from agent import budget
+from agent.advise import ACCEPTED_ENOUGH, BATCH_EVEN, BATCH_GOLDEN, OUTLIERS, gb
+from agent.lint_case import (
+    Facts,
+    Verdict,
+    at_odds,
+    cannot,
+    chunks,
+    kept,
+    quantized,
+    seats,
+    sequences,
+    speculates,
+    unseen,
+)
+from agent.words import quantity
+
+FEWEST_SEQS, LATENCY_SEQS, THROUGHPUT_SEQS = 16, 32, 64  # principle 1: 16–32; 64–128 or 256+
+TABLE = {"latency": f"{FEWEST_SEQS} to {LATENCY_SEQS} sequences at once, chunked prefill on, speculative decoding on",
+         "throughput": f"{THROUGHPUT_SEQS} to 128 sequences at once (offline 256 or more), chunked prefill off,"
+                       " speculative decoding off"}
+ON = {True: "on", False: "off", None: "not told"}
+MOST_DROP = 1.0  # principle 11: points lost on the business's own evaluation
+FALLS = "num_speculative_tokens_per_batch_size"  # of vLLM's --speculative-config: fewer drafts the more run
+
+
+# --- 1: latency or throughput ----------------------------------------------------------------------------------------
+
+
+def direction(facts: Facts) -> Verdict:
+    """1: latency or throughput."""
+    if facts.profile is None:
+        return cannot("nobody declared whether latency or throughput comes first",
+                      would_tell=f"engines: [{{name: {facts.engine}, url: …, profile: latency}}] in tocsin.yaml"
+                                 " (or throughput), or --profile latency")
+    most, chunked, drafts = seats(facts), chunks(facts), speculates(facts)
+    said = [f"profile: {facts.profile}; the table says {TABLE[facts.profile]}",
+            "how many sequences run at once is not told" if most is None else most[1],
+            f"chunked prefill {ON[chunked]}, speculative decoding {ON[drafts]}"]
+    wrong = against(facts, facts.profile)
+    if wrong:
+        return at_odds(said, costs="; ".join(costs for costs, _ in wrong), change="; ".join(do for _, do in wrong))
+    if most is None:
+        return unseen(facts, "the number of sequences", facts.flags.sequences, *said)
+    if facts.profile == "latency":
+        if chunked is None:
+            return unseen(facts, "chunked prefill", facts.flags.chunk, *said)
+        few = f"fewer than {FEWEST_SEQS}: short gaps, and who comes while all {most[0]:.0f} are taken waits"
+        return kept(*said, *[few] * (most[0] < FEWEST_SEQS),
+                    *["whether to draft: principle 7"] * (drafts is not True))
+    if drafts is None:
+        return unseen(facts, "speculative decoding", facts.flag("--speculative-config", "speculative decoding"), *said)
+    return kept(*said, *["chunked prefill may stay on: vLLM warns that without it it may crash or answer wrongly"]
+                * (chunked is not False))
+
+
+def against(facts: Facts, profile: Literal["latency", "throughput"]) -> list[tuple[str, str]]:
+    """(what it costs, what to change) of each row of the table that is broken for certain."""
+    most, flag, found = seats(facts), facts.flags.sequences, []
+    if profile == "latency":
+        if most is not None and most[0] > LATENCY_SEQS:
+            found.append(("each further sequence in a step lengthens every user's gap between tokens and p99",
+                          f"{flag} {LATENCY_SEQS} ({FEWEST_SEQS} to {LATENCY_SEQS}), or declare profile: throughput"))
+        if chunks(facts) is False:
+            found.append(("a long prompt holds up everybody's next token for its whole prefill",
+                          facts.flag("--enable-chunked-prefill", "turn chunked prefill on")))
+        return found
+    if most is not None and most[0] < THROUGHPUT_SEQS:
+        found.append(("the GPU computes small batches: fewer tokens a second for the same money",
+                      f"{flag} 128 (see principle 2), or declare profile: latency"))
+    if speculates(facts):
+        found.append(("at large batches drafting only takes compute and memory", no_drafts(facts)))
+    return found
+
+
+def no_drafts(facts: Facts) -> str:
+    """The change that ends drafting."""
+    return facts.flag("take --speculative-config away", "turn speculative decoding off")
+
+
+# --- 2: the memory budget --------------------------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    """What is known of its memory. `asked`: tokens of all sequences at full length; `holds`: those of its KV cache."""
+
+    weights: float | None  # bytes, by `how`
+    how: str
+    token: float | None  # bytes of KV cache
+    seqs: float | None
+    context: float | None  # tokens
+    asked: float | None
+    holds: float | None
+    gpu_bytes: float | None
+    gpus: int
+
+
+def memory(facts: Facts) -> Verdict:
+    """2: weights + KV cache + temporaries + 20 %: of the GPU where all are known, else of the KV cache alone."""
+    shape = None if facts.model is None else budget.shape_of(facts.model)
+    has, said = sizes(facts, shape), []
+    if has.token is not None and shape is not None:
+        said.append(f"a token takes {has.token:,.0f} bytes of KV cache ({_token_line(shape, has.token)})")
+    if has.asked is not None:
+        said.append(f"asked for: {has.seqs:.0f} sequences × {has.context:,.0f} tokens = {has.asked:,.0f} tokens"
+                    + ("" if has.token is None else f", {gb(has.asked * has.token)}"))
+    if has.holds is not None:
+        told = facts.cache.get("kv_cache_memory_bytes", "")
+        held = float(told) if told.isdigit() else None if has.token is None else has.holds * has.token
+        said.append(f"its KV cache holds {has.holds:,.0f} tokens" + ("" if held is None else f", {gb(held)}"))
+    if has.asked and has.holds and has.asked > has.holds:
+        return _too_small(facts, has, said)
+    if has.weights is not None and has.gpu_bytes:
+        kv = None if has.asked is None or has.token is None else has.asked * has.token
+        sum_ = budget.budget(weights=has.weights, kv=kv or 0.0, gpu_bytes=has.gpu_bytes, gpus=has.gpus)
+        if kv is not None or not sum_.fits:
+            return _budgeted(facts, said, has, sum_, kv or 0.0)
+    if has.weights is not None:
+        said.insert(0, f"weights {gb(has.weights)} (by {has.how})")
+    if has.asked and has.holds:
+        spare = has.holds / has.asked - 1
+        said.append(f"{quantity(spare, 'ratio')} more than is asked for, by its KV cache alone")
+        return kept(*said) if spare >= budget.HEADROOM else _too_small(facts, has, said)
+    parts = {"weights": has.weights, "KV bytes a token": has.token, "sequences": has.seqs,
+             "longest sequence": has.context, "the GPU's memory": has.gpu_bytes}
+    lacking = [name for name, value in parts.items() if value is None]
+    return cannot("; ".join([*said, f"not known: {', '.join(lacking)}"]),
+                  would_tell=f"{facts.flags.sequences} and {_longest(facts)} on its command line, the model's folder"
+                             " readable here, NVML; or `tocsin advise kv-cache` with your numbers")
+
+
+def sizes(facts: Facts, shape: budget.Shape | None) -> Sizes:
+    """Its weights by their files, else by the model's shape; the rest as it is told."""
+    weights, how = facts.weight_bytes, "its files"
+    if weights is None and shape is not None and shape.parameters is not None:
+        form = facts.option("dtype") or shape.dtype
+        weights = budget.weight_bytes(shape.parameters, form if form in budget.BYTES_OF else "bfloat16")
+        how = f"{shape.parameters:,.0f} parameters"
+    seqs, context = sequences(facts), facts.context_tokens
+    return Sizes(weights, how, None if shape is None else _token_bytes(facts, shape), seqs, context,
+                 seqs * context if seqs and context else None, facts.numbers.get("capacity_tokens"),
+                 facts.numbers.get("gpu_bytes"), max(1, int(facts.numbers.get("gpus") or 1)))
+
+
+def _longest(facts: Facts) -> str:
+    return facts.flag("--max-model-len", "longest sequence")
+
+
+def _token_bytes(facts: Facts, shape: budget.Shape) -> float | None:
+    told = facts.cache.get("cache_dtype") or facts.option("kv-cache-dtype") or "auto"
+    size = budget.kv_dtype_bytes(shape, told, facts.option("dtype") or "auto")
+    return None if size is None else budget.kv_token_bytes(shape, size)
+
+
+def _token_line(shape: budget.Shape, token: float) -> str:
+    if shape.latent:
+        return f"{shape.layers} layers × {shape.latent} latent numbers × {token / shape.layers / shape.latent:g} bytes"
+    size = token / (2 * shape.layers * shape.kv_heads * shape.head_dim)
+    return f"2 × {shape.layers} layers × {shape.kv_heads} KV heads × {shape.head_dim} × {size:g} bytes"
+
+
+def _too_small(facts: Facts, has: Sizes, said: Sequence[str]) -> Verdict:
+    """The KV cache has no room for what is asked, or none to spare."""
+    holds, context, seqs = has.holds or 0.0, has.context or 1.0, has.seqs or 0.0
+    fit, fit_well = int(holds // context), int(holds / (1 + budget.HEADROOM) // context)
+    rest = "the rest" if fit < seqs else "what the sum forgets"
+    costs = f"{min(fit, int(seqs))} of {seqs:.0f} full sequences find room; {rest} is preempted and computed anew"
+    return at_odds(said, costs=costs, change=f"{facts.flags.sequences} {max(1, fit_well)}"
+                   f" ({budget.HEADROOM * 100:.0f} % spare), a shorter {_longest(facts)}, or more KV cache:"
+                   f" {facts.flags.kv}")
+
+
+def _budgeted(facts: Facts, said: Sequence[str], has: Sizes, sum_: budget.Budget, kv: float) -> Verdict:
+    line = f"{sum_.said} (weights by {has.how})"
+    if sum_.fits:
+        return kept(line, *said)
+    least = budget.least_gpus(weights=has.weights or 0.0, kv=kv, gpu_bytes=sum_.gpu_bytes)
+    over = sum_.weight_bytes + sum_.temporary_bytes > sum_.gpu_bytes
+    costs = "it does not start: the weights alone do not fit" if over else (
+        "preemptions, or out of memory on the first day when all sequences are long")
+    change = f"{facts.flag('--tensor-parallel-size', 'tensor parallelism over GPUs:')} {least}" if least else \
+        "a smaller or quantized model: no 64 GPUs hold it"
+    fewer = "" if over else f", or a smaller {facts.flags.sequences}, or a shorter {_longest(facts)}"
+    return at_odds([line, *said], costs=costs, change=change + fewer)
+
+
+# --- 6, 7, 11: quantization and speculation --------------------------------------------------------------------------
+
+
+def _form_unknown(facts: Facts) -> Verdict:
+    if facts.options is None:
+        return unseen(facts, "whether it is quantized", "its form")
+    if facts.model is None:
+        return cannot("whether it is quantized is not known: no option says so, and its model's config.json cannot be"
+                      " read here", would_tell="`tocsin lint` on the engine's machine, as who may read that folder")
+    return cannot("whether it is quantized is not known: neither its command line nor its model's config.json says so,"
+                  " and another file may", would_tell="what its log says at its start")
+
+
+def outliers(facts: Facts) -> Verdict:
+    """6: activation outliers before quantizing."""
+    form = quantized(facts)
+    if form is None:
+        return _form_unknown(facts)
+    name, activations = form
+    if not name:
+        return kept("not quantized")
+    ratio = facts.evidence.get("outlier_ratio")
+    said = [f"{name}: {'weights and activations' if activations else 'weights only'}"]
+    if not isinstance(ratio, int | float):
+        if not activations:
+            return kept(*said, "weights alone bear activation outliers; no measurement on file")
+        return at_odds([*said, "no measurement of activations on file"],
+                       costs="a model with many outliers loses quality for no visible reason",
+                       change="measure max ÷ mean of each layer's activations, and write outlier_ratio into the"
+                              " evidence file")
+    said.append(f"largest max ÷ mean of a layer's activations: {ratio:g} (evidence file)")
+    if activations and ratio > OUTLIERS:
+        return at_odds(said, costs=f"over {OUTLIERS:.0f}: its outliers are cut off", change="quantize weights only"
+                       " (AWQ, GPTQ)")
+    return kept(*said)
+
+
+def tradeoff(facts: Facts) -> Verdict:
+    """11: quantization costs accuracy."""
+    form = quantized(facts)
+    kv = facts.cache.get("cache_dtype") or facts.option("kv-cache-dtype") or "auto"
+    names = [name for name in (form[0] if form else "", f"KV cache {kv}" if kv.startswith(("fp8", "int8")) else "")
+             if name]
+    if not names:
+        return _form_unknown(facts) if form is None else kept("not quantized")
+    before, after = facts.evidence.get("score_before"), facts.evidence.get("score_after")
+    if not isinstance(before, int | float) or not isinstance(after, int | float):
+        return at_odds(f"{', '.join(names)}; no evaluation of your own before and after on file",
+                       costs="quality falls, and general benchmarks do not show it",
+                       change="run your own evaluation on both forms, and write score_before and score_after into the"
+                              " evidence file; until then do not ship it")
+    said = f"{', '.join(names)}; your own evaluation: {before:g} points before, {after:g} after (evidence file)"
+    if before - after >= MOST_DROP:
+        return at_odds(said, costs=f"{before - after:.2g} points of quality; under {MOST_DROP:g} may ship",
+                       change="a form that loses less: weights only, INT8 at most, or none")
+    return kept(said)
+
+
+def speculation(facts: Facts) -> Verdict:
+    """7: speculative decoding by batch size: what it allows, else the most that was seen. A mean counts idle hours."""
+    on, acceptance, most = speculates(facts), facts.numbers.get("acceptance"), seats(facts)
+    drafting = facts.flag("--speculative-config", "speculative decoding")
+    if on is None:
+        return unseen(facts, "whether it speculates", drafting)
+    peak = facts.numbers.get("sequences")
+    seen = None if peak is None else (peak, f"at most {peak:.0f} ran at once while it was watched")
+    if not on:
+        return _without(facts, seen or most, drafting)
+    told = [] if acceptance is None else [f"{quantity(acceptance, 'ratio')} of the drafted tokens are accepted"]
+    if acceptance is not None and acceptance < ACCEPTED_ENOUGH:
+        return at_odds([*told, f"under {quantity(ACCEPTED_ENOUGH, 'ratio')}"], costs="most drafting is thrown away",
+                       change=f"{no_drafts(facts)}, or a draft that fits the traffic")
+    if FALLS in (facts.option("speculative-config", "sc") or ""):
+        return kept(f"it speculates, with fewer drafts the more run ({FALLS})", *told)
+    size = most or seen
+    if size is None:
+        return unseen(facts, "it speculates, and its batch size", facts.flags.sequences)
+    if size[0] > BATCH_EVEN:
+        return at_odds(["it speculates", size[1], *told], costs=f"over {BATCH_EVEN} at once drafting is a loss: the"
+                       " GPU has no compute to spare", change=f"{no_drafts(facts)}, or send small batches to a replica"
+                       f" of their own ({facts.flags.sequences} {BATCH_GOLDEN})")
+    pays = "where it pays" if size[0] <= BATCH_GOLDEN else f"between {BATCH_GOLDEN} and {BATCH_EVEN}: profile it"
+    return kept("it speculates", size[1], pays, *told)
+
+
+def _without(facts: Facts, size: tuple[float, str] | None, drafting: str) -> Verdict:
+    """It does not speculate, and so many run at once."""
+    if facts.profile == "throughput" or (size is not None and size[0] > BATCH_GOLDEN):
+        return kept("it does not speculate", *([size[1]] if size else []))
+    if size is None:
+        return cannot("it does not speculate, and how many run at once is not known", would_tell="the same under load")
+    return cannot(f"it does not speculate, and {size[1]}: at {BATCH_GOLDEN} or fewer it may pay",
+                  would_tell=f"a canary with {drafting} (`tocsin canary`), by its acceptance and gap between tokens")

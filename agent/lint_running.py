@@ -1,0 +1,177 @@
+"""Principles 3, 4, 5, 8, 9, 10 and 12: how an engine is run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from agent.lint_case import ASK_AGENT, NO_AGENT, Facts, Verdict, at_odds, cannot, kept, measured, rows
+from agent.words import quantity, span
+
+HOP_S = 0.05  # principle 3: an extra 50 ms of network more than doubles p99
+STREAMED = 0.9  # ours: the seed says "default to streaming"
+DAY_S = 86400.0
+MONTH_S = 31 * DAY_S  # principle 10: drills are monthly; ours: so long a change without a canary is told of
+CANARY_WITHIN_S = 7 * DAY_S  # ours: a gray release of four days, and a weekend
+FAULTS: Mapping[str, tuple[str, ...]] = {  # principle 10: the four that are drilled at least
+    "a crash": ("process-kill", "pod-kill", "engine-hang"), "a GPU failure": ("gpu-reset",),
+    "a network partition": ("packet-loss",), "an upstream timeout": ("upstream-timeout",)}
+WATCHED: Mapping[str, tuple[str, ...]] = {  # principle 9: the minimal set -> the rules that watch it
+    "QPS": ("qps-change",), "p99 latency": ("ttft-p99", "latency-p99"), "GPU utilization": ("gpu-utilization",),
+    "GPU memory": ("gpu-memory",), "GPU temperature": ("gpu-temperature",),
+    "KV cache hit rate": ("prefix-cache-hit-rate",), "swapped or preempted requests": ("swapped", "preemptions"),
+    "error rate": ("error-rate",), "a business metric": ("business-metric", "business-metric-day")}
+LAYER: Mapping[str, str] = {  # principle 5: what binds -> the layer where that is turned
+    "kv-bound": "system layer", "sequence-cap": "system layer", "upstream": "before the engine",
+    "hardware-bound": "below all three layers", "prefill-bound": "model layer (compute)",
+    "decode-bound": "operator layer (memory bandwidth)"}
+
+
+def hops(facts: Facts) -> Verdict:
+    """3: pre- and post-processing in the engine's service."""
+    if facts.option("skip-tokenizer-init") is not None:
+        return at_odds("--skip-tokenizer-init: tokens are made in another service",
+                       costs="two more hops a request, in each first token", change="take --skip-tokenizer-init away"
+                       " and send text")
+    told = measured(facts, "outside-engine", "outside-engine-whole")
+    if told is None:
+        return cannot("nobody measures what users wait outside the engine",
+                      would_tell="probe.canary: {urls: [the address that users use]} in tocsin.yaml: end-to-end minus"
+                                 " in-engine")
+    said = f"users wait {span(told['value'])} outside the engine ({told['rule']}, end-to-end minus in-engine)"
+    if told["value"] >= HOP_S:
+        return at_odds(said, costs=f"{span(told['value'])} on every first token; {span(HOP_S)} more than double a"
+                       " p99 of a lightly loaded service", change="tokenizer, template and filter into the engine's"
+                       " service; else on its host; look at the proxies in between")
+    return kept(said)
+
+
+def streaming(facts: Facts) -> Verdict:
+    """4: streamed answers."""
+    ttft, gap, out = (facts.numbers.get(name) for name in ("ttft_s", "decode_step_s", "output_tokens"))
+    whole = ttft + gap * out if ttft is not None and gap is not None and out is not None else None
+    gain = [] if whole is None or ttft is None else [
+        f"a first token comes after {span(ttft)}, the whole answer after {span(whole)} (means)"]
+    if facts.profile == "throughput":
+        return kept("declared: throughput, nobody waits for a first token", *gain)
+    share = facts.evidence.get("streamed")
+    if not isinstance(share, int | float):
+        return cannot("; ".join([*gain, "an engine's page does not tell which requests were streamed"]),
+                      would_tell="the gateway's log (share of requests with \"stream\": true), as `streamed: 0.97` in"
+                                 " the evidence file")
+    said = f"{quantity(float(share), 'ratio')} of the requests are streamed (evidence file)"
+    if share >= STREAMED:
+        return kept(said, *gain)
+    wait = f"who waits for the whole answer sees nothing for {span(whole)}" if whole is not None else \
+        "who waits for the whole answer sees nothing until its last token"
+    return at_odds([said, *gain], costs=wait, change="\"stream\": true (server-sent events) in the clients; no polling")
+
+
+def bottleneck(facts: Facts) -> Verdict:
+    """5: the layer of the bottleneck."""
+    if facts.binds is None or facts.binds["by"] in ("idle", "cannot-tell"):
+        why = "it was not looked at for long enough" if facts.binds is None else str(facts.binds["why"])
+        return cannot(f"what binds it is not to be seen: {why}", would_tell="the same under load")
+    by = str(facts.binds["by"])
+    said = [f"{facts.binds['name']}, {LAYER.get(by, 'unknown layer')}: {facts.binds['why']}"]
+    if by in ("kv-bound", "sequence-cap", "upstream", "hardware-bound"):
+        no = facts.binds.get("no_help")
+        return at_odds(said, costs="what is tuned at another layer changes nothing" + (f": {no}" if no else ""),
+                       change=str(facts.binds.get("knob") or "what stands before the engine, or the hardware below it"))
+    return kept(*said, f"turn there: {facts.binds.get('knob') or 'nothing'}")
+
+
+def gray(facts: Facts) -> Verdict:
+    """8: changes go to 5 % of the traffic first. One is told of for 31 days."""
+    if facts.changes is None:
+        return cannot(f"whether its configuration changed is not known: {NO_AGENT}", would_tell=ASK_AGENT)
+    seen_s = MONTH_S if facts.watched_since is None else min(MONTH_S, max(0.0, facts.now - facts.watched_since))
+    judged = list(verdicts(facts.changes, facts.canaries))
+    recent = [(one, words) for one, words in judged if facts.now - one["at"] <= MONTH_S]
+    wild = [(one, words) for one, words in recent if "pass" not in words]
+    if not wild:
+        many = len(recent)
+        return kept(f"no change of its configuration was seen in {span(seen_s)}" if not many else
+                    f"{many} change{'s' * (many != 1)} in {span(seen_s)}, each with a canary that passed")
+    last, words = wild[-1]
+    how = "its canary did not pass" if words else "no canary of this engine judged it"
+    return at_odds([f"changed {span(max(0.0, facts.now - last['at']))} ago, and {how}: {last['what']}"]
+                   + ([f"{len(wild)} such changes in {span(seen_s)}"] if len(wild) > 1 else []),
+                   costs="what goes wrong goes wrong for everybody at once",
+                   change=f"after its change `tocsin canary --old URL… --new {facts.url or 'URL…'} --for 24h`; where"
+                          " another engine has the change first, there, with this one as --old")
+
+
+def verdicts(changes: Sequence[Mapping[str, Any]], canaries: Sequence[Mapping[str, Any]],
+             ) -> Iterator[tuple[Mapping[str, Any], set[str]]]:
+    """Each change with the verdicts of its canaries.
+
+    A canary judges a change where this engine was new to it: it began after the change, ended within 7 days of it, and
+    before the next change. Where this engine was old, the change came to another first: it judges the next change
+    within 7 days.
+    """
+    for i, one in enumerate(changes):
+        before = changes[i - 1]["at"] if i else 0.0
+        after = changes[i + 1]["at"] if i + 1 < len(changes) else float("inf")
+        yield one, {c["verdict"] for c in canaries
+                    if (c["side"] == "new" and one["at"] <= c.get("started", c["at"]) and c["at"] < after
+                        and c["at"] - one["at"] <= CANARY_WITHIN_S)
+                    or (c["side"] == "old" and before < c["at"] <= one["at"]
+                        and one["at"] - c["at"] <= CANARY_WITHIN_S)}
+
+
+def monitoring(facts: Facts) -> Verdict:
+    """9: more than QPS."""
+    if facts.signals is None:
+        if facts.lost:
+            return at_odds(f"cannot be had of this engine: {', '.join(facts.lost)}", costs="these fail unseen",
+                           change="`tocsin doctor` says for each what to do")
+        return cannot("its own numbers are there; whether anybody watches them is not known", would_tell=ASK_AGENT)
+    words = {name: {row["state"] for row in rows(facts, *rules)} for name, rules in WATCHED.items()}
+    lost = [name for name, states in words.items() if "UNKNOWN" in states]
+    absent = [name for name, states in words.items() if not states]
+    off = [name for name, states in words.items() if states == {"N/A"}]
+    said = [f"{len(words) - len(lost) - len(absent) - len(off)} of the {len(words)} are watched"]
+    said += [f"not known now: {', '.join(lost)}"] * bool(lost) + [f"not watched: {', '.join(absent)}"] * bool(absent)
+    said += [f"not there on this engine: {', '.join(off)}"] * bool(off)
+    if not lost and not absent:
+        return kept(*said)
+    change = "`tocsin doctor` says for each what to do"
+    if "a business metric" in absent:
+        change += "; sources: {promql: …} and rule business-metric for the business metric"
+    return at_odds(said, costs="QPS stays as it is while these fail unseen", change=change)
+
+
+def drills(facts: Facts) -> Verdict:
+    """10: failure drills, monthly."""
+    if facts.drills is None:
+        return cannot("whether drills were held is not known: none of their records can be read here",
+                      would_tell="`tocsin lint` without an address on drilld's node, as who may read its folder")
+    held = [row for row in facts.drills if row["verdict"] in ("PASS", "FAIL")  # what was judged
+            and facts.now - (row["started"] or 0.0) <= MONTH_S]
+    done = {name for name, faults in FAULTS.items() for row in held if row.get("fault") in faults}
+    failed = [f"{row['drill']} ({row['verdict']})" for row in held if row["verdict"] != "PASS"]
+    said = [f"{len(held)} drill{'s' * (len(held) != 1)} held in the last 31 days"]
+    missing = [name for name in FAULTS if name not in done]
+    said += [f"not PASS: {', '.join(failed)}"] * bool(failed)
+    if not missing:
+        return kept(*said, "all four failures were drilled")
+    return at_odds([*said, f"not drilled: {', '.join(missing)}"],
+                   costs="the missing runbook is found when it really breaks",
+                   change="drills: [{name: …, fault: "
+                          f"{FAULTS[missing[0]][0]}, schedule: {{cron: \"0 10 * * TUE#1\"}}}}] in tocsin.yaml")
+
+
+def end_to_end(facts: Facts) -> Verdict:
+    """12: measured end to end."""
+    if facts.signals is None:
+        return cannot(f"whether anybody measures from the users' side is not known: {NO_AGENT}", would_tell=ASK_AGENT)
+    outside = measured(facts, "user-ttft-p99", "user-itl-p99", "outside-engine", "outside-engine-whole")
+    inside = facts.numbers.get("ttft_s")
+    if outside is not None:
+        own = [] if inside is None else [f"in-engine: a mean TTFT of {span(inside)}"]
+        told = outside.get("text") or quantity(outside["value"], outside["unit"])
+        return kept(f"end to end: {outside['rule']} is {told}", *own)
+    return at_odds("only the engine's own numbers are known, none from the users' side",
+                   costs="a slow proxy, tokenizer or client is not seen by anybody",
+                   change="probe: {canary: {urls: [the address that users use]}} in tocsin.yaml")
