@@ -16,10 +16,11 @@ SHOWN_CHARS = 2000
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
 # Paths that say nothing secret. Any other path may be the credential itself, as that of a chat's webhook is.
 PLAIN_PATH = re.compile(r"(?:/v\d+)?(?:/(?:models|completions|chat/completions|alerts|health|healthz|metrics))?/?")
-_URL = re.compile(r"(\w[\w+.-]*)://([^\s\"'<>\\`|]+)")
+# This and the next begin at a word's beginning alone: tried at each letter of it, a long word would take minutes.
+_URL = re.compile(r"(?<![\w+.-])([\w+.-]+)://([^\s\"'<>\\`|]+)")
 # The value of a key that names a secret; a bare number is none (`token: 0.5`, `max_tokens: 32`).
 _KEYED = re.compile(
-    r"(?i)([\w-]*(?:api[-_]?key|token|secret|passw(?:or)?d|authorization|routing[-_]?key|credentials?)"
+    r"(?i)(?<![\w-])([\w-]*(?:api[-_]?key|token|secret|passw(?:or)?d|authorization|routing[-_]?key|credentials?)"
     r"[\"']?\s*[:=]\s*[\"']?)(?:(?:bearer|basic)\s+)?(?![\d.]+(?:\s|$))[^\s\"',;&}]{4,}"
 )
 _KNOWN = re.compile(
