@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from agent import advise_commands
+from agent.threads import NoThread
 from drills import cli as drill_commands
 
 if TYPE_CHECKING:
@@ -939,6 +940,9 @@ def main() -> NoReturn:
     except Failure as failure:
         sys.stderr.write(f"{failure}\n")
         code = failure.code
+    except NoThread as none:
+        sys.stderr.write(f"tocsin: {none}\n")
+        code = 1
     except KeyboardInterrupt:
         code = INTERRUPTED
     sys.exit(code)

@@ -58,6 +58,7 @@ from agent.sources.probe import CanarySource
 from agent.sources.router import RouterSource
 from agent.store import Store, StoreError
 from agent.strict import ConfigErrors
+from agent.threads import NoThread, begin
 from agent.web.app import PRIVATE, PUBLIC, allowed_hosts, make_app
 from agent.web.pages import Site, make_pages
 from agent.web.server import CannotServe, Server, serve_tcp, serve_unix
@@ -319,7 +320,7 @@ def run(config: Config, rules: RuleSet, path: Path | None, gpus: Gpus = real_gpu
     """Serve until SIGTERM or SIGINT (False), or until SIGHUP brings a good new configuration (True)."""
     agent = build(config, rules, gpus)
     reload = threading.Event()
-    threading.Thread(target=obey, args=(agent, config, path, reload), name="signals", daemon=True).start()
+    begin(obey, "signals", agent, config, path, reload)
     servers = serve(agent, config)
     assert agent.outbox is not None  # noqa: S101  (build made it)
     agent.outbox.start()
@@ -413,7 +414,7 @@ def status_line(agent: Agent, config: Config) -> str:
 
 
 def main(argv: Sequence[str] | None = None, gpus: Gpus = real_gpus) -> int:
-    """The daemon's entry: 0 after a stop, 2 on a wrong configuration or an address that is taken."""
+    """The daemon's entry: 0 after a stop, 2 on a wrong configuration or a taken address, 1 for want of threads."""
     parser = argparse.ArgumentParser(prog="tocsin run", description="The monitoring daemon, in the foreground.")
     parser.add_argument("--config", type=Path, default=None, metavar="FILE")
     path: Path | None = parser.parse_args(argv).config
@@ -429,6 +430,9 @@ def main(argv: Sequence[str] | None = None, gpus: Gpus = real_gpus) -> int:
     except (CannotServe, StoreError) as error:
         print(f"tocsin run: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    except NoThread as error:  # half an agent would be silent where nobody expects it; the service manager tries again
+        print(f"tocsin run: {error}", file=sys.stderr)  # noqa: T201
+        return 1
     if again:  # a reload is a restart that only the database survives: there is one way to begin
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  (ourselves, as we were called)
     return 0

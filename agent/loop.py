@@ -45,6 +45,7 @@ from agent.outbox import ChannelStatus, Outbox
 from agent.phase import phase_of
 from agent.signals import Target, probe_signals, router_signals
 from agent.store import ACCOUNTED, FrameRow, LayoutRow, NotSaved, Store, StoreError
+from agent.threads import NoThread, begin
 from agent.trend import FINE, KEPT_S, MINUTE, TRACK, Points, Saved, Trend, points
 from agent.web.metrics import SourceStat
 from agent.windows import COARSE_KEEP_S, LATE_INTERVALS, RAW_KEEP_S, Row, SeriesKey
@@ -90,8 +91,9 @@ class Slot:
     """What is known of one source between ticks."""
 
     source: Source
-    thread: threading.Thread
     go: threading.Event
+    thread: threading.Thread | None = None
+    starved_at: float | None = None  # monotonic: since when a thread is wanting, for it or within it
     ended: bool = False  # it is read no more
     reading: bool = False
     fresh: Batch | None = None  # read, not yet taken by a tick
@@ -118,14 +120,12 @@ class Collector:
             self.add(source)
 
     def add(self, source: Source) -> None:
-        """One more source, read from the next round on."""
-        thread = threading.Thread(target=self._serve, args=(source.name,), name=f"source {source.name}", daemon=True)
-        slot = Slot(source, thread, threading.Event(), answered_at=self._monotonic(),
+        """One more source, read from the next round on; then its thread begins."""
+        slot = Slot(source, threading.Event(), answered_at=self._monotonic(),
                     asks=source if isinstance(source, Asks) else None,
                     by_process=source if isinstance(source, ByProcess) else None)
         with self._answered:
             self.slots = {**self.slots, source.name: slot}  # others walk over the old one
-        thread.start()
 
     def remove(self, name: str) -> None:
         """Read a source no more. What hangs in it is left behind."""
@@ -137,8 +137,8 @@ class Collector:
         slot.go.set()
         slot.source.close()
 
-    def _serve(self, name: str) -> None:
-        slot = self.slots[name]
+    def _serve(self, slot: Slot) -> None:
+        name = slot.source.name
         while True:
             slot.go.wait()
             slot.go.clear()
@@ -147,6 +147,9 @@ class Collector:
             now = self._clock()
             try:
                 batch = slot.source.read(now)
+                slot.starved_at = None
+            except NoThread as error:  # it wants one of its own, and asks for it again at each read
+                batch = self._starved(slot, error)
             except Exception as error:  # a source must never end its thread: it would be blind for ever
                 log.exception("source_failed", source=name)
                 batch = Batch(name, now, self._clock() - now, error=f"{type(error).__name__}: {error}")
@@ -168,13 +171,32 @@ class Collector:
         with self._answered:
             batches = self._taken()
             for slot in asked:
-                if not slot.reading:
+                if not slot.reading and self._has_thread(slot):
                     slot.reading, slot.asked_at = True, self._monotonic()
                     slot.go.set()
             self._gathering = [slot.source.name for slot in asked]
             self._answered.wait_for(lambda: self._stopping or not any(slot.reading for slot in asked), grace_s)
             self._gathering = ()
             return batches + self._taken()
+
+    def _has_thread(self, slot: Slot) -> bool:
+        """Whether it can be read. Where no thread is to be had that is told of it, and tried again in each round."""
+        if slot.thread is None:
+            try:
+                slot.thread = begin(self._serve, f"source {slot.source.name}", slot)
+                slot.starved_at = None
+            except NoThread as error:
+                slot.fresh = self._starved(slot, error)
+                slot.errors += 1
+        return slot.thread is not None
+
+    def _starved(self, slot: Slot, error: NoThread) -> Batch:
+        """What is told of a source for which there is no thread; in the log once, in /healthz while it lasts."""
+        name = slot.source.name
+        if slot.starved_at is None:
+            slot.starved_at = self._monotonic()
+            log.error("source_without_thread", source=name, error=str(error))
+        return Batch(name, self._clock(), 0.0, error=str(error))
 
     def _taken(self) -> list[Batch]:
         batches = []
@@ -191,7 +213,8 @@ class Collector:
         for name, slot in self.slots.items():
             hung_s = slot.last.hung_s if slot.last is not None else 0.0
             since_s = now - slot.answered_at if hung_s else 0.0
-            found[name] = max(now - slot.asked_at if slot.reading else 0.0, hung_s + since_s)
+            starved_s = 0.0 if slot.starved_at is None else now - slot.starved_at
+            found[name] = max(now - slot.asked_at if slot.reading else 0.0, hung_s + since_s, starved_s)
         return found
 
     def stop(self) -> None:

@@ -21,6 +21,7 @@ import structlog
 from agent.model import Notice, Rejected, TryLater
 from agent.notifiers.channel import BadMessage, Channel
 from agent.store import Store
+from agent.threads import begin
 
 log = structlog.get_logger()
 
@@ -69,11 +70,9 @@ class Outbox:
                 log.warning("notice_given_up", channel=name, alert=notice.message.key, why=why)
 
     def start(self) -> None:
-        """Begin."""
+        """Begin. Raises NoThread: a channel would be silent."""
         for worker in self.workers:
-            thread = threading.Thread(target=worker.run, name=f"outbox-{worker.name}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            self._threads.append(begin(worker.run, f"outbox-{worker.name}"))
 
     def wake(self) -> None:
         """Something new is owed."""

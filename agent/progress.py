@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from math import ceil, floor
 from typing import Any, NoReturn, Protocol, Self
 
+from agent.threads import begin
 from agent.words import clean
 
 DRAWN_PER_S = 4
@@ -141,7 +142,7 @@ def stop_at_signals() -> threading.Event:
         os.read(told, 1)
         stop.set()
 
-    threading.Thread(target=relay, name="signals", daemon=True).start()
+    begin(relay, "signals")
     for wish in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(wish, lambda *_: os.write(tell, b"."))
     return stop

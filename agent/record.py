@@ -25,6 +25,7 @@ from agent.exposition import PageError, check_length, decode
 from agent.model import Batch, Sample, Source
 from agent.progress import Tell
 from agent.sources.fetch import Fetcher, FetchError
+from agent.threads import begin
 
 CONNECT_S = 3.0
 MAX_BYTES = 32 * 1024 * 1024  # of one page
@@ -164,7 +165,7 @@ def record(
     started = time.monotonic()
     for n, read in enumerate(readers):
         # Daemons: a scrape that hangs must not keep the program from ending.
-        threading.Thread(target=_beat, args=(read, rows, stop, every_s), name=f"record {n}", daemon=True).start()
+        begin(_beat, f"record {n}", read, rows, stop, every_s)
     while not stop.is_set() and (left_s := started + for_s - time.monotonic()) > 0:
         _take(rows, write, tally, tell, wait_s=min(left_s, 0.2))
         failed = sum(tally.failed.values())

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,12 +19,15 @@ ROOT = Path(__file__).parents[1]
 
 
 class AgentProcess:
-    """`python -m agent.daemon` on a configuration; may be killed and started again. `module`: another that runs it."""
+    """`python -m agent.daemon` on a configuration; may be killed and started again.
+
+    `module`: another that runs it; `under`: the words of a program that becomes it, as setpriv.
+    """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], env: Mapping[str, str] | None = None,
-                 module: str = "agent.daemon") -> None:
+                 module: str = "agent.daemon", under: Sequence[str] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._module = module
+        self._module, self._under = module, under
         self.folder = folder
         self.socket = folder / "sock"
         self.path = folder / "tocsin.yaml"
@@ -38,8 +41,8 @@ class AgentProcess:
     def start(self, timeout_s: float = 30.0) -> None:
         """Run it until its socket answers."""
         with self.log.open("ab") as out:
-            self.process = subprocess.Popen([sys.executable, "-m", self._module, "--config", str(self.path)],
-                                            cwd=ROOT, env=self._env, stdout=out, stderr=out)
+            command = [*self._under, sys.executable, "-m", self._module, "--config", str(self.path)]
+            self.process = subprocess.Popen(command, cwd=ROOT, env=self._env, stdout=out, stderr=out)
         deadline = time.monotonic() + timeout_s
         try:
             self._wait_ready(deadline)

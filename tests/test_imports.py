@@ -112,10 +112,11 @@ MAY_IMPORT: dict[str, Row] = {
         "gzip msgspec pathlib",
     ),
     # The edges, which touch the world.
+    "agent.threads": Row("", "threading"),
     "agent.sources": Row(),
     "agent.sources.engine": Row(
         "agent.engines.pages agent.engines.trtllm_json agent.exposition agent.model agent.sources.connections"
-        " agent.sources.fetch",
+        " agent.sources.fetch agent.threads",
         WORLD,
     ),
     "agent.sources.connections": Row("", WORLD),
@@ -125,27 +126,27 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "agent.sources.pod_resources": Row("agent.model", "h2 os pathlib socket time"),
     "agent.sources.pods": Row(
-        "agent.engines agent.model agent.sources.discovery drills.cluster", "re threading time"
+        "agent.engines agent.model agent.sources.discovery agent.threads drills.cluster", "re threading time"
     ),
-    "agent.sources.workloads": Row("agent.model agent.sources.pods drills.cluster", "threading"),
+    "agent.sources.workloads": Row("agent.model agent.sources.pods agent.threads drills.cluster", "threading"),
     "agent.sources.engine_probe": Row("agent.model", WORLD),
-    "agent.sources.probe": Row("agent.model agent.sources.fetch", WORLD),
+    "agent.sources.probe": Row("agent.model agent.sources.fetch agent.threads", WORLD),
     "agent.sources.router": Row(
         "agent.engines agent.engines.pages agent.exposition agent.model agent.sources.fetch", WORLD
     ),
-    "agent.sources.asking": Row("agent.model agent.sources.fetch", WORLD),
+    "agent.sources.asking": Row("agent.model agent.sources.fetch agent.threads", WORLD),
     "agent.sources.promql": Row("agent.model agent.sources.asking agent.sources.fetch", "msgspec"),
     "agent.sources.json_address": Row("agent.json_path agent.model agent.sources.asking", "msgspec"),
     "agent.sources.kernel_log": Row(
-        "agent.hardware.lines agent.model agent.sources.journal agent.sources.log_files", WORLD
+        "agent.hardware.lines agent.model agent.sources.journal agent.sources.log_files agent.threads", WORLD
     ),
     "agent.sources.journal": Row("agent.hardware.lines agent.sources.log_files", WORLD),
     "agent.sources.log_files": Row("agent.hardware.lines", WORLD),
     "agent.sources.nvml": Row(
         "agent.model agent.sources.gpu_devices agent.sources.nvml_events agent.sources.nvml_mig"
-        " agent.sources.nvml_state agent.sources.nvml_values", WORLD
+        " agent.sources.nvml_state agent.sources.nvml_values agent.threads", WORLD
     ),
-    "agent.sources.nvml_events": Row("agent.model agent.sources.nvml_values", WORLD),
+    "agent.sources.nvml_events": Row("agent.model agent.sources.nvml_values agent.threads", WORLD),
     "agent.sources.gpu_devices": Row("agent.model", WORLD),
     "agent.sources.nvml_mig": Row("agent.model agent.sources.nvml_values", "pynvml"),
     "agent.sources.nvml_state": Row("agent.sources agent.sources.nvml_values", "ctypes pynvml"),
@@ -168,7 +169,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.notifiers.chat": Row("agent.model agent.notifiers.channel agent.notifiers.slack", "pathlib subprocess sys"),
     "agent.notifiers.apprise_send": Row("", "apprise logging requests sys"),  # a process of its own
     "agent.store": Row("agent.model", WORLD),
-    "agent.outbox": Row("agent.model agent.notifiers.channel agent.store", WORLD),
+    "agent.outbox": Row("agent.model agent.notifiers.channel agent.store agent.threads", WORLD),
     "agent.web": Row(),
     "agent.web.app": Row("agent.model agent.strict agent.web.metrics", "importlib msgspec pwd secrets structlog"),
     "agent.web.metrics": Row("agent.model", "prometheus_client"),
@@ -179,12 +180,13 @@ MAY_IMPORT: dict[str, Row] = {
         "http hmac importlib jinja2 markdown_it markupsafe pathlib structlog threading time",
     ),
     "agent.web.plot": Row("agent agent.forms agent.words", "xml.etree"),
-    "agent.web.server": Row("", WORLD),
+    "agent.web.server": Row("agent.threads", WORLD),
     "agent.sdnotify": Row("", "os socket time"),
     "agent.client": Row("", "http pathlib socket"),
     "agent.loop": Row(
         "agent agent.impact agent.layouts agent.model agent.node agent.noise agent.notifiers agent.outbox agent.phase"
-        " agent.review agent.signals agent.silences agent.store agent.trend agent.web.metrics agent.windows",
+        " agent.review agent.signals agent.silences agent.store agent.threads agent.trend agent.web.metrics"
+        " agent.windows",
         WORLD,
     ),
     "agent.daemon": Row(
@@ -193,7 +195,7 @@ MAY_IMPORT: dict[str, Row] = {
         " agent.sources.discovery agent.sources.engine agent.sources.engine_probe agent.sources.fetch"
         " agent.sources.gpu_devices agent.sources.json_address agent.sources.kernel_log agent.sources.nvml"
         " agent.sources.pod_resources agent.sources.pods agent.sources.probe agent.sources.promql agent.sources.router"
-        " agent.sources.workloads agent.store agent.strict"
+        " agent.sources.workloads agent.store agent.strict agent.threads"
         " agent.web.app agent.web.pages agent.web.server drills drills.cluster rules",
         WORLD,
     ),
@@ -203,7 +205,7 @@ MAY_IMPORT: dict[str, Row] = {
         " agent.sources.discovery agent.sources.engine_probe agent.windows",
         "msgspec time",
     ),
-    "agent.record": Row("agent.exposition agent.model agent.progress agent.sources.fetch", WORLD),
+    "agent.record": Row("agent.exposition agent.model agent.progress agent.sources.fetch agent.threads", WORLD),
     "agent.release_watch": Row(
         "agent agent.loop agent.model agent.notifiers.channel agent.progress agent.release agent.sources.engine"
         " agent.sources.fetch agent.words", WORLD,
@@ -237,7 +239,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.demo.scheduler": Row(),
     "agent.demo.story": Row("agent agent.client agent.demo.node agent.demo.scenario agent.words", "rich time urllib"),
     "agent.demo.users": Row("", WORLD),
-    "agent.progress": Row("agent.words", "os rich signal sys threading time"),
+    "agent.progress": Row("agent.threads agent.words", "os rich signal sys threading time"),
     "agent.watch": Row(
         "agent.client agent.progress agent.show agent.words", "json os rich select shutil sys termios time tty"
     ),
@@ -246,7 +248,8 @@ MAY_IMPORT: dict[str, Row] = {
         " agent.lint_facts agent.lint_report agent.model"
         " agent.notifiers agent.notifiers.trial agent.oneshot agent.postmortem agent.progress agent.record"
         " agent.release_watch agent.show"
-        " agent.signals agent.silences agent.sources.nvml agent.strict agent.watch agent.words drills drills.cli"
+        " agent.signals agent.silences agent.sources.nvml agent.strict agent.threads agent.watch agent.words drills"
+        " drills.cli"
         " drills.config rules rules.alertmanager rules.prometheus",
         "msgspec os pathlib shlex shutil signal sys threading typer",
     ),

@@ -228,7 +228,9 @@ def test_a_source_that_raises_is_an_error_and_lives_on(collector: Callable[..., 
 
     assert [b.error for batches in rounds for b in batches] == [None] + ["ZeroDivisionError: 1/0"] * 2
     assert one.slots["odd"].errors == 2
-    assert one.slots["odd"].thread.is_alive()
+    thread = one.slots["odd"].thread
+    assert thread is not None
+    assert thread.is_alive()
 
 
 def test_how_late_a_source_is_counts_from_when_it_was_asked(collector: Callable[..., Collector]) -> None:
@@ -260,8 +262,10 @@ def test_a_stop_does_not_wait_for_a_source_that_hangs(collector: Callable[..., C
     waiting.join(30)
 
     assert not waiting.is_alive()
-    one.slots["stuck"].thread.join(30)
-    assert not one.slots["stuck"].thread.is_alive()
+    thread = one.slots["stuck"].thread
+    assert thread is not None
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 # --- a restart --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from agent.model import Batch, Gap, Sample, Why
 from agent.sources.fetch import Answer, Fetcher, FetchError, shown_address
+from agent.threads import begin
 
 EVERY_S = 15.0
 CONNECT_S = 2.0
@@ -70,8 +71,7 @@ class Asking(ABC):
         """What was told last, if that is not too long ago. Waits for the first answer only, and not for long."""
         start = time.monotonic()
         if self._thread is None and not self._stop.is_set():
-            self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-            self._thread.start()
+            self._thread = begin(self._run, self.name)
             self._first.wait(FIRST_S)
         last = self._last
         ago_s = time.monotonic() - (start if last is None else last[0])

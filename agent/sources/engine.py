@@ -20,6 +20,7 @@ from agent.exposition import ACCEPT, MAX_BYTES, PageError, check_length, decode
 from agent.model import Batch, Gap, Sample, Why
 from agent.sources.connections import foreign
 from agent.sources.fetch import Answer, Fetcher, FetchError, is_local, shown_address
+from agent.threads import NoThread, begin
 
 CONNECT_S = 1.0
 TOTAL_S = 3.0  # connecting included
@@ -89,9 +90,13 @@ class EngineSource:
     def read(self, now: float) -> Batch:
         """Read /metrics once, and look at what /health said last. Ends after 3 s at most, 4 where it is reset."""
         start = time.monotonic()
-        health = self._health.look()
         readings: list[Sample | Gap]
         error: str | None = None
+        health: _Asked | None = None
+        try:
+            health = self._health.look()
+        except NoThread as e:  # the page is worth more, and is judged
+            error = f"/health of {self.url} is not asked: {e}"
         try:
             readings = self._page(now)
             failure = None
@@ -100,7 +105,7 @@ class EngineSource:
             self._is_elsewhere = self._is_elsewhere or None  # who comes up again may have another page
             error = f"{self._failed_rung(e, health)} of {self.url} fails: {e}"
             readings = self._pages.failed(e.code, error, now, is_down=e.is_down)
-        readings += self._ladder(failure, health, error or "", now)
+        readings += self._ladder(failure, health, "" if failure is None else error or "", now)
         connected = self._connected(readings) if failure is None else None
         if connected is not None:
             readings.append(Sample("connections", self.target, float(connected), now))
@@ -215,10 +220,12 @@ class _Health:
         self._thread: threading.Thread | None = None
 
     def look(self) -> _Asked | None:
-        """The last answer, None if there is none yet. After a bad one the next is asked for at once."""
+        """The last answer, None if there is none yet. After a bad one the next is asked for at once.
+
+        Raises NoThread: nobody asks.
+        """
         if self._thread is None and not self._stop.is_set():
-            self._thread = threading.Thread(target=self._run, name="health", daemon=True)
-            self._thread.start()
+            self._thread = begin(self._run, "health")
         asked = self._asked
         if asked is None or time.monotonic() - asked.at > self._stale_s:
             return None

@@ -23,6 +23,7 @@ from agent.hardware.lines import Line, Reader, Record
 from agent.model import Batch, Event, EventKind, Gap, Sample, Why
 from agent.sources.journal import FOLDERS, MACHINE_ID, Journal, folder_here
 from agent.sources.log_files import Kmsg, Log, Pipe, Tail, When
+from agent.threads import begin
 
 KMSG = Path("/dev/kmsg")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -113,8 +114,7 @@ class KernelLog:
         began = time.monotonic()
         self._at = (now, began)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._follow, name="kernel log", daemon=True)
-            self._thread.start()
+            self._thread = begin(self._follow, "kernel log")
             self._caught_up.wait(2.0)
         with self._lock:
             events = (*self._booted, *(counted.whole() for counted in self._events.values()))

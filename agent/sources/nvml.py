@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import pynvml
@@ -26,6 +26,7 @@ from agent.sources.nvml_events import XidEvents
 from agent.sources.nvml_mig import gaps_of_gpu, poll_instances
 from agent.sources.nvml_state import STATE
 from agent.sources.nvml_values import CODES, NAMES, STALE, UNSUPPORTED, Gpu, bdf, poll_gpu, text_of
+from agent.threads import NoThread, begin
 
 FIRST_RETRY_S = 5.0  # back-off after a failed start, or of opening anew after a loss: doubles to the caps below
 RETRY_CAP_S = 60.0  # of a failing start: a driver that is loaded late is seen within a minute
@@ -76,15 +77,16 @@ class _Worker:
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread: Thread | None = None
+        self._is_begun = False
         self._running: _Job | None = None
         self.last: _Job | None = None
 
     def submit(self, run: Callable[[_Job], None], left_out: Mapping[int, str] | None = None) -> _Job:
-        if self._thread is None:
+        """Have it done. Raises NoThread: there is none yet, and none to be had."""
+        if not self._is_begun:
             # A daemon: a thread that hangs in the driver must not keep the process from ending.
-            self._thread = Thread(target=self._work, name="nvml", daemon=True)
-            self._thread.start()
+            begin(self._work, "nvml")
+            self._is_begun = True
         job = self.last = _Job(run, left_out or {})
         self._jobs.put(job)
         return job
@@ -422,7 +424,10 @@ class NvmlSource:
             self._worker.give_up(last)
             return self._hung(now, began, ())
         left_out = {index: worker.hangs_at()[0] for worker, index in self._stuck}
-        job = self._worker.submit(lambda job: self._poll(job, now), left_out)
+        try:
+            job = self._worker.submit(lambda job: self._poll(job, now), left_out)
+        except NoThread as error:
+            return self._batch(now, began, (), Why.ERROR, str(error), failed=True)
         if not job.done.wait(max(0.0, self._deadline_s - (time.monotonic() - began))):
             self._worker.give_up(job)
             self._facts.update(job.gpus)
@@ -463,7 +468,10 @@ class NvmlSource:
         self._released_until = math.inf if for_s is None else self._clock() + for_s
         holder = self._holder()
         stuck = holder.is_stuck()
-        job = holder.submit(self._driver.stop)
+        try:
+            job = holder.submit(self._driver.stop)
+        except NoThread as error:
+            return str(error)
         if stuck or not job.done.wait(self._deadline_s):
             return f"{holder.hangs_at()[0]}; NVML is shut down as soon as it returns"
         return job.error
@@ -472,7 +480,10 @@ class NvmlSource:
         """Bytes of GPU memory by pid, now; None where that cannot be had. May be called from another thread."""
         if self._closed or self._released() is not None or self._worker.is_stuck():
             return None
-        job = self._worker.submit(self._driver.ask_processes)
+        try:
+            job = self._worker.submit(self._driver.ask_processes)
+        except NoThread:
+            return None
         if not job.done.wait(self._deadline_s):
             self._worker.give_up(job)
         return job.processes if job.error is None else None

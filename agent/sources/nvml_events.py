@@ -16,6 +16,7 @@ import pynvml
 
 from agent.model import Batch, Event, Gap, Sample, Why
 from agent.sources.nvml_values import UNSUPPORTED, Gpu
+from agent.threads import NoThread, begin
 
 WAIT_MS = 500
 STOP_S = 2.0  # how long the end of a wait is awaited
@@ -46,6 +47,7 @@ class XidEvents:
         self._places: dict[int | None, str] = {}  # a handle's address -> its PCI address
         self._refused: set[str] = set()  # UUIDs
         self._thread: threading.Thread | None = None
+        self._unheard = ""  # why nobody waits for the events of GPUs that are registered
         self._ending = threading.Event()  # of that thread
 
     # --- the loop's side --------------------------------------------------------------------------------------------
@@ -65,6 +67,9 @@ class XidEvents:
             hangs = "; a wait of before has not returned" if self._hangs() else ""
             self.note = f"no GPU is registered for Xid events{hangs}"
             reading = Gap(OPEN, SUBJECT, Why.NOT_SUPPORTED, self.note, now)
+        elif self._unheard:
+            self.note = self._unheard
+            reading = Gap(OPEN, SUBJECT, Why.ERROR, self.note, now)
         else:
             self.note = f"Xid events of {len(self._places)} GPU(s)"
         return Batch(self.name, now, time.monotonic() - began, (reading,), events=events)
@@ -100,9 +105,11 @@ class XidEvents:
             self._places[place] = gpu.bdf
         if self._places and self._thread is None:
             self._ending = threading.Event()
-            arguments = (self._set, self._ending)
-            self._thread = threading.Thread(target=self._wait, args=arguments, name="nvml events", daemon=True)
-            self._thread.start()
+            self._unheard = ""
+            try:
+                self._thread = begin(self._wait, "nvml events", self._set, self._ending)
+            except NoThread as error:  # what the GPUs tell is worth more; it is tried again at the next read of theirs
+                self._unheard = str(error)
 
     def stop(self, call: Call) -> None:
         """Let go of the handles, before NVML is shut down."""

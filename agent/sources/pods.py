@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from agent.engines import KINDS
 from agent.model import Batch, FoundEngine, PodFacts
 from agent.sources.discovery import WELL_KNOWN, engine_of, kind_of_page
+from agent.threads import begin
 from drills.cluster import Cluster, ClusterError, Object, has_condition, labels_of, labels_or, pods_path, uid_of
 
 KIND = "tocsin.dev/engine"  # annotation: an engine's kind, "auto", or "false": it is none
@@ -167,8 +168,7 @@ class PodsSource:
         """What is known now. Asks the API nothing: that goes on in a thread of its own."""
         start = time.monotonic()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._follow, name="pods", daemon=True)
-            self._thread.start()
+            self._thread = begin(self._follow, "pods")
         seen = self._seen
         if seen is None:
             return Batch(self.name, now, 0.0, error=self._error)

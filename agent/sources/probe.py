@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from agent.model import Batch, Gap, Sample, Why
 from agent.sources.fetch import shown_address
+from agent.threads import begin
 
 PROMPT = "This is a test of one short answer, and nobody will read it. Count from one to eight:"  # 8 tokens and more
 MAX_TOKENS = 8
@@ -113,8 +114,7 @@ class CanarySource:
         """What was counted so far."""
         start = time.monotonic()
         if self._thread is None and not self._stop.is_set():
-            self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-            self._thread.start()
+            self._thread = begin(self._run, self.name)
         with self._lock:
             readings = tuple(self._readings(now, start))
             error = self._refusal

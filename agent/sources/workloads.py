@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from agent.model import Batch, Gap, Sample, Why
 from agent.sources.pods import AGAIN_S, KIND, engine_in, gives_gpus, kept
+from agent.threads import begin
 from drills.cluster import WATCH_S, Cluster, ClusterError, Object, labels_or, path_of
 
 
@@ -96,11 +97,8 @@ class WorkloadsSource:
 
     def read(self, now: float) -> Batch:
         """What is known now: three samples a workload, or three Gaps while its kind is not told."""
-        if not self._threads:
-            self._threads = [threading.Thread(target=self._follow, args=(plural,), name=plural, daemon=True)
-                             for plural in KINDS]
-            for thread in self._threads:
-                thread.start()
+        for plural in list(KINDS)[len(self._threads):]:
+            self._threads.append(begin(self._follow, plural, plural))
         errors = dict(self._errors)
         error = "; ".join(dict.fromkeys(errors.values())) or None
         readings: list[Sample | Gap] = []

@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +18,8 @@ from waitress import wasyncore
 from waitress.channel import HTTPChannel
 from waitress.server import create_server
 from waitress.task import WSGITask
+
+from agent.threads import begin, beginning
 
 if TYPE_CHECKING:
     from wsgiref.types import WSGIApplication
@@ -74,12 +75,12 @@ class Server:
         self._map: dict[int, Any] = {}
         # It warns of every request that waits a millisecond for one of two threads.
         logging.getLogger("waitress.queue").setLevel(logging.ERROR)
-        self._server: Any = create_server(app, map=self._map, sockets=[sock], threads=WORKERS, **LIMITS)
+        with beginning(f"the web server at {address}"):
+            self._server: Any = create_server(app, map=self._map, sockets=[sock], threads=WORKERS, **LIMITS)
         self._server.accept = _patient(self._server.accept, address)
         if sock.family == socket.AF_UNIX:
             self._server.channel_class = _Channel
-        self._thread = threading.Thread(target=self._server.run, name=f"web {address}", daemon=True)
-        self._thread.start()
+        self._thread = begin(self._server.run, f"web {address}")
 
     def close(self) -> None:
         """Stop listening, cut connections, end the threads. Takes at most 2 x STOP_WITHIN_S; may be called twice."""

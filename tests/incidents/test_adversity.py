@@ -13,6 +13,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from tests.agent_process import AgentProcess
+from tests.agent_process import ROOT, AgentProcess
 from tests.needs import need
 from tests.page_server import PageServer
 from tests.receiver import Receiver, Reply, wait_until
@@ -215,6 +216,48 @@ def test_without_descriptors_it_says_so_and_owes_the_page(tmp_path: Path) -> Non
 
     assert "Too many open files" in told
     assert len(told) < 50_000  # it was 1 MB a second
+
+
+# A user of nobody's: root's threads the kernel does not count. That it may read all is for the test's folder.
+NOBODY = ("setpriv", "--reuid", "64317", "--regid", "64317", "--clear-groups", "--inh-caps=-all,+dac_override",
+          "--ambient-caps=-all,+dac_override", "--bounding-set=-all,+dac_override")
+
+
+def test_without_threads_it_ticks_says_so_pages_and_recovers(tmp_path: Path) -> None:
+    """Its user's limit of threads is reached at the first tick: no source can be read, and the agent says so itself.
+
+    The limit is lifted: every source is read, nobody had to restart it. Nor does one start that gets no threads.
+    """
+    need("root", "setpriv")
+    (tmp_path / "kern.log").touch()
+    with Engine() as engine, Receiver() as receiver:
+        engine.others["/orders"] = b'{"n": 7}'
+        made = config(engine, receiver.url, kernel_log=str(tmp_path / "kern.log"),
+                      sources={"json": [{"name": "orders", "url": f"{engine.url}/orders", "path": "n"}]})
+        sources = {"engine:llama", "kernel_log", "json:orders"}
+        with AgentProcess(tmp_path, made, module="tests.incidents.starved", under=NOBODY) as agent:
+            receiver.wait_until(lambda _: ("firing", "Watcher") in receiver.alerts(), 60, "its word that it is blind")
+            wait_until(lambda: all(f"source {one}: no thread for" in problems(agent) for one in sources), 60, "names")
+            assert "TasksMax" in problems(agent)
+            assert state(agent) in ("UNKNOWN", "absent")
+            assert agent.ask("/check")["verdict"] == "ticket"
+            assert "last tick" not in problems(agent)
+            told = agent.log.read_text()
+            assert logged(agent, "source_without_thread") == len(sources)
+            subprocess.run([*NOBODY, "prlimit", f"--pid={agent.pid()}", "--nproc=4096:"], check=True)
+            wait_for_state(agent, "OK")
+            engine.usage = 0.97
+            receiver.wait_until(lambda _: FIRED in receiver.alerts(), 60, "the page")
+            wait_until(lambda: all(one["error"] is None for one in agent.ask("/healthz")["sources"].values()), 60,
+                       "every source to be read")
+            ends_well(agent, engine, receiver)
+            agent.kill()
+        late = subprocess.run([*NOBODY, "prlimit", "--nproc=2", sys.executable, "-m", "agent.daemon", "--config",
+                               str(agent.path)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+    assert "tick_failed" not in told
+    assert len(told) < 20_000
+    assert (late.returncode, "tocsin run: no thread for" in late.stderr) == (1, True)
 
 
 def certificate(folder: Path, days: int) -> tuple[Path, Path]:
