@@ -4,7 +4,13 @@ GB is 10^9 bytes. The KV line is ours: 2 × layers × KV heads × head size × b
 line cannot be used: for Llama-2-7B (32 layers, 4,096 tokens, 32 sequences, 2 bytes) its printed numbers (128 in the
 place of the hidden size) make 2.1 GB, its formula with the hidden size of 4,096 makes 68.7 GB, and its text says 8 GB.
 For that model ours is 68.7 GB, too: each of its 32 heads keeps keys and values. A real vLLM holds exactly as many
-tokens as ours says (tests/engine/test_vllm.py).
+tokens as ours says (tests/engine/test_probe.py).
+
+A layer with a sliding window keeps that window of each sequence and no more. vLLM sets aside what it computes in a
+step beside it (SlidingWindowSpec), so that it tells a smaller capacity than the windows alone would give. It keeps
+such a layer whole where its hybrid KV cache manager is off (Ranks.is_whole) and, as of 0.32, where the layer attends
+by chunks (Llama 4). What tensor parallelism cannot split is on every rank: KV heads fewer than ranks, MLA's latent
+numbers (kv_cache_utils.py, get_num_kv_heads).
 """
 
 from __future__ import annotations
@@ -19,10 +25,22 @@ TEMPORARIES_BYTES = 1.5e9  # principle 2: 1 to 2 GB
 BYTES_OF: Mapping[str, float] = {"float32": 4.0, "float": 4.0, "bfloat16": 2.0, "float16": 2.0, "half": 2.0,
                                  "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 NOT_ATTENTION = frozenset({"linear_attention", "mamba", "recurrent"})  # layers that keep a state, not keys and values
+# Keys of a config.json with which layers differ in what they keep: a state, other heads, an index beside the latent.
+UNEVEN = ("attn_layer_indices", "attn_layer_period", "attn_type_list", "block_configs", "full_attention_interval",
+          "global_head_dim", "hybrid_layer_pattern", "hybrid_override_pattern", "index_topk", "layers_block_type",
+          "linear_attn_config", "mamba_d_state", "num_global_key_value_heads", "ssm_state_size",
+          "swa_num_key_value_heads")
+# Every n-th layer attends to all, the others to a window, where a published config.json does not say it (transformers).
+FULL_EVERY: Mapping[str, int] = {"cohere2": 4, "gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
 class Shape(NamedTuple):
-    """A model as its config.json has it. `latent`: numbers that a layer keeps of a token in place of both (MLA)."""
+    """A model as its config.json has it. `layers`: those that keep keys and values of their own.
+
+    `latent`: numbers that a layer keeps of a token in place of both (MLA). `windowed`: of the layers, those that keep
+    the last `window` tokens of a sequence alone. `ends`: parameters of embedding and output.
+    """
 
     layers: int
     kv_heads: int
@@ -30,6 +48,39 @@ class Shape(NamedTuple):
     dtype: str = "bfloat16"
     parameters: float | None = None
     latent: int | None = None
+    windowed: int = 0
+    window: int = 0
+    ends: float = 0.0
+    experts: bool = False
+
+    @property
+    def full(self) -> int:
+        """Layers that keep every token."""
+        return self.layers - self.windowed
+
+    @property
+    def numbers(self) -> int:
+        """What a layer keeps of a token."""
+        return self.latent or 2 * self.kv_heads * self.head_dim
+
+
+class Ranks(NamedTuple):
+    """How one engine is spread over GPUs. `data`: engines that share the GPUs out (data parallel).
+
+    `apart`: ranks that share out the tokens of what they would all hold (decode context parallel, attention that is
+    data parallel). `is_whole`: layers with a window keep every token.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    apart: int = 1
+    is_whole: bool = False
+
+    @property
+    def gpus(self) -> int:
+        """Of one engine."""
+        return self.tensor * self.pipeline
 
 
 class Budget(NamedTuple):
@@ -65,31 +116,99 @@ def weight_bytes(parameters: float, form: str = "bfloat16") -> float:
     return parameters * BYTES_OF[form]
 
 
-def budget(*, weights: float, kv: float, gpu_bytes: float, gpus: int = 1,
+def budget(*, weights: float, kv: float, gpu_bytes: float, gpus: int = 1, copies: float = 1.0,
            temporaries: float = TEMPORARIES_BYTES) -> Budget:
-    """What weights and KV cache (bytes over all ranks) take of each of `gpus` GPUs of `gpu_bytes`."""
-    return Budget(weights / gpus, kv / gpus, temporaries, gpu_bytes, gpus)
+    """What weights and KV cache (bytes over all ranks) take of each of `gpus` GPUs of `gpu_bytes`.
+
+    `copies`: how many ranks hold the same keys and values (kv_copies).
+    """
+    return Budget(weights / gpus, kv * copies / gpus, temporaries, gpu_bytes, gpus)
 
 
-def least_gpus(*, weights: float, kv: float, gpu_bytes: float, most: int = 64) -> int | None:
-    """The smallest power of two of GPUs on which it fits; None: not even on `most`."""
+def least_gpus(*, weights: float, kv: float, gpu_bytes: float, shards: float = 64.0, pipeline: int = 1,
+               most: int = 64) -> int | None:
+    """The smallest power of two of tensor-parallel ranks on which it fits; None: not even on `most`.
+
+    `shards`: ranks that share the KV cache out, more hold copies (kv_shards). `pipeline`: stages of so many ranks.
+    """
     sizes = (2**n for n in range(most.bit_length()))
-    return next((n for n in sizes if budget(weights=weights, kv=kv, gpu_bytes=gpu_bytes, gpus=n).fits), None)
+    return next((n for n in sizes if budget(weights=weights, kv=kv, gpu_bytes=gpu_bytes, gpus=n * pipeline,
+                                            copies=max(1.0, n / shards)).fits), None)
+
+
+def ranks_of(options: Mapping[str, str] | None, gpus: float | None = None) -> Ranks:
+    """How an engine is spread, by its command line (names without dashes), else over all `gpus` that it computes on."""
+    def told(*names: str) -> int | None:
+        words = [(options or {}).get(name, "") for name in names]
+        return next((int(word) for word in words if word.isdecimal() and int(word) > 0), None)
+
+    data = told("data-parallel-size", "dp-size", "dp") or 1
+    tensor = told("tensor-parallel-size", "tp-size", "tp", "num-shard")
+    pipeline = told("pipeline-parallel-size", "pp-size", "pp")
+    apart = told("decode-context-parallel-size", "dcp") or 1
+    if "enable-dp-attention" in (options or {}):  # SGLang: one engine, whose ranks hold sequences of their own
+        data, apart = 1, data
+    if tensor is None and pipeline is None:
+        tensor = max(1, int(gpus or 1) // data)
+    whole = {"disable-hybrid-kv-cache-manager", "disable-hybrid-swa-memory", "swa-full"}
+    return Ranks(tensor or 1, pipeline or 1, data, apart, not whole.isdisjoint(options or {}))
+
+
+def kv_shards(shape: Shape, ranks: Ranks) -> float:
+    """Tensor-parallel ranks that share the KV cache out; each beyond them holds a copy."""
+    return (1.0 if shape.latent else float(shape.kv_heads)) * ranks.apart
+
+
+def kv_copies(shape: Shape, ranks: Ranks) -> float:
+    """How many ranks hold the same keys and values. MLA on 8 ranks: 8; 8 KV heads on 16 ranks: 2."""
+    return max(1.0, ranks.tensor / kv_shards(shape, ranks))
 
 
 def kv_token_bytes(shape: Shape, dtype_bytes: float) -> float:
-    """KV bytes of one token over all ranks."""
+    """KV bytes of one token over all ranks, while every layer keeps it."""
     if shape.latent:
         return shape.layers * shape.latent * dtype_bytes
     return kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, dtype_bytes)
 
 
+def kv_sequence_bytes(shape: Shape, dtype_bytes: float, tokens: float, *, is_whole: bool = False) -> float:
+    """KV bytes of a sequence of so many tokens over all ranks: a layer with a window keeps its last ones alone."""
+    kept = tokens if is_whole else min(tokens, shape.window)
+    return (shape.full * tokens + shape.windowed * kept) * shape.numbers * dtype_bytes
+
+
+def kv_said(shape: Shape, dtype_bytes: float, *, is_whole: bool = False) -> str:
+    """What a token takes, as a person would write the sum, and what the layers with a window take of a sequence."""
+    def line(layers: int) -> str:
+        if shape.latent:
+            return f"{layers} layers × {shape.latent} latent numbers × {dtype_bytes:g} bytes"
+        return f"2 × {layers} layers × {shape.kv_heads} KV heads × {shape.head_dim} × {dtype_bytes:g} bytes"
+
+    full = shape.layers if is_whole else shape.full
+    said = [f"a token takes {full * shape.numbers * dtype_bytes:,.0f} bytes of KV cache ({line(full)})"] if full else []
+    if not is_whole and shape.windowed:
+        window = shape.windowed * shape.numbers * dtype_bytes * shape.window
+        said.append(f"{shape.windowed} layers keep the last {shape.window:,} tokens of a sequence alone:"
+                    f" {gb(window)} at most ({line(shape.windowed)} × {shape.window:,})")
+    return "; ".join(said)
+
+
 def kv_dtype_bytes(shape: Shape, cache_dtype: str = "auto", dtype: str = "auto") -> float | None:
-    """Bytes of a number in the KV cache. "auto": as the model computes; a float32 model is computed in 16 bits."""
-    name = cache_dtype if cache_dtype not in ("auto", "") else dtype
-    if name in ("auto", ""):
-        return 2.0 if shape.dtype in ("float32", "float") else BYTES_OF.get(shape.dtype)
+    """Bytes of a number in the KV cache. "auto": as the model computes (compute_bytes)."""
+    name = cache_dtype if cache_dtype not in ("auto", "") else ""
+    if not name:
+        return compute_bytes(shape, dtype)
     return 1.0 if name.startswith("fp8") else BYTES_OF.get(name)
+
+
+def compute_bytes(shape: Shape, dtype: str = "auto") -> float | None:
+    """Bytes of a number that the model computes with, and keeps its weights in where they are not quantized.
+
+    vLLM's "auto" is the checkpoint's own, but 16 bits for a float32 one (0.32, config/model.py, _resolve_auto_dtype).
+    """
+    if dtype not in ("auto", ""):
+        return BYTES_OF.get(dtype)
+    return 2.0 if shape.dtype in ("float32", "float") else BYTES_OF.get(shape.dtype)
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape | None:
@@ -99,25 +218,46 @@ def shape_of(config: Mapping[str, Any]) -> Shape | None:
     layers, heads, hidden = (_int(text.get(key)) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     kinds = text.get("layer_types")
     stateful = isinstance(kinds, list) and NOT_ATTENTION.intersection(map(str, kinds))
-    if not layers or not heads or not hidden or stateful:
+    if not layers or not heads or not hidden or stateful or any(text.get(key) is not None for key in UNEVEN):
         return None
     kv_heads = _int(text.get("num_key_value_heads")) or heads
     head_dim = _int(text.get("head_dim")) or hidden // heads
     rank, rope = _int(text.get("kv_lora_rank")), _int(text.get("qk_rope_head_dim"))
     dtype = next((str(of[key]) for of in (text, config) for key in ("torch_dtype", "dtype") if of.get(key)), "bfloat16")
-    return Shape(layers, kv_heads, head_dim, dtype, _parameters(text, layers, heads, kv_heads, head_dim, hidden),
-                 rank + (rope or 0) if rank else None)
+    own = max(1, layers - (_int(text.get("num_kv_shared_layers")) or 0))  # Gemma 3n: the last ones use another's
+    windowed, window = _windowed(text, own)
+    words = _int(text.get("vocab_size"))
+    ends = float((words or 0) * hidden * (1 if text.get("tie_word_embeddings") else 2))
+    experts = any(_int(text.get(key)) for key in EXPERTS)
+    parameters = None if experts or rank or not words else _parameters(
+        text, layers, heads, kv_heads, head_dim, hidden, ends)
+    return Shape(own, kv_heads, head_dim, dtype, parameters, rank + (rope or 0) if rank else None, windowed, window,
+                 ends, experts)
+
+
+def _windowed(text: Mapping[str, Any], layers: int) -> tuple[int, int]:
+    """(layers that keep a window alone, its tokens). Chunks (Llama 4) are no window: vLLM keeps such layers whole."""
+    window, kinds, model_type = _int(text.get("sliding_window")), text.get("layer_types"), str(text.get("model_type"))
+    is_off = text.get("use_sliding_window", not model_type.startswith("qwen")) is False  # Qwen's is off unless told
+    if not window or is_off:
+        return 0, 0
+    every = _int(text.get("sliding_window_pattern")) or FULL_EVERY.get(model_type)
+    if isinstance(kinds, list):
+        count = sum(kind == "sliding_attention" for kind in kinds[:layers])
+    elif every:
+        count = sum((layer + 1) % every != 0 for layer in range(layers))
+    else:  # all of them (Mistral 7B v0.1), or those above (Qwen2)
+        count = max(0, layers - (_int(text.get("max_window_layers")) or 0))
+    return (count, window) if count else (0, 0)
 
 
 def _parameters(text: Mapping[str, Any], layers: int, heads: int, kv_heads: int, head_dim: int, hidden: int,
-                ) -> float | None:
-    """Of a dense model as Llama is built: embeddings, attention, three matrices of an MLP, norms; None: it is not."""
-    inner, words = _int(text.get("intermediate_size")), _int(text.get("vocab_size"))
-    if not inner or not words or any(key in text for key in ("num_experts", "n_routed_experts", "num_local_experts",
-                                                             "kv_lora_rank")):
+                ends: float) -> float | None:
+    """Of a dense model as Llama is built: embeddings, attention, three matrices of an MLP, norms; None: not told."""
+    inner = _int(text.get("intermediate_size"))
+    if not inner:
         return None
     attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
-    ends = words * hidden * (1 if text.get("tie_word_embeddings") else 2)
     return float(ends + layers * (attention + 3 * hidden * inner + 2 * hidden) + hidden)
 
 

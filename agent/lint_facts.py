@@ -6,6 +6,7 @@ Nothing is changed, and no engine is asked for work. What cannot be had is left 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,9 @@ from agent.sources.fetch import Fetcher, FetchError, is_local
 
 ROUNDS = 5  # reads of an engine at an address, a second apart
 ASK_S, MOST_BYTES = 3.0, 8 << 20
-CONFIG_BYTES = 1 << 20
+CONFIG_BYTES, INDEX_BYTES = 1 << 20, 64 << 20  # the index of a mixture of many experts has 10 MB
+LISTS = {"*.safetensors": "model.safetensors.index.json", "*.bin": "pytorch_model.bin.index.json"}
+OF_TRAINERS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin"})  # beside weights, and none
 MODEL_OPTIONS = ("model", "model-path", "model-id")  # of vLLM, SGLang, TGI
 CANARIES, EVIDENCE = "canaries.jsonl", "evidence.yaml"  # in the state folder
 Profile = Literal["latency", "throughput"]
@@ -46,12 +49,30 @@ class Looked(NamedTuple):
 
 
 class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What no machine can see, of one engine. Shares are 0 to 1, scores are points of your own evaluation."""
+    """What no machine can see, of one engine. Shares are 0 to 1, scores are points of 100 of your own evaluation."""
 
     streamed: float | None = None  # share of the requests
     outlier_ratio: float | None = None  # largest max ÷ mean of a layer's activations
     score_before: float | None = None
     score_after: float | None = None
+
+
+class Meant(NamedTuple):
+    """What a number of the evidence file may be, and what to write for one that is not."""
+
+    is_one: Callable[[float], bool]
+    said: str
+    instead: Callable[[float], str]
+
+
+_SCORE = Meant(lambda points: 1 < points <= 100, "points of 100, over 1",
+               lambda points: f"{points * 100:g}" if 0 < points <= 1 else "71.2 for 71.2 of 100 points")
+MEANT: Mapping[str, Meant] = {
+    "streamed": Meant(lambda share: 0 <= share <= 1, "a share from 0 to 1",
+                      lambda share: f"{share / 100:g} for {share:g} %" if 1 < share <= 100 else "0.97 for 97 %"),
+    "outlier_ratio": Meant(lambda ratio: 1 <= ratio < math.inf, "a largest number ÷ the mean, 1 or more",
+                           lambda _: "38 where the largest activation is 38 times the mean"),
+    "score_before": _SCORE, "score_after": _SCORE}
 
 
 def evidence_in(path: Path, *, must: bool) -> dict[str, Evidence]:
@@ -65,10 +86,16 @@ def evidence_in(path: Path, *, must: bool) -> dict[str, Evidence]:
     except (OSError, UnicodeError) as fault:
         raise Unusable(f"{path}: {fault}") from fault
     try:
-        return msgspec.convert(yaml.safe_load(text) or {}, dict[str, Evidence])
+        found = msgspec.convert(yaml.safe_load(text) or {}, dict[str, Evidence])
     except (yaml.YAMLError, msgspec.ValidationError) as fault:
         raise Unusable(f"{path}: {fault}; an engine's name, or \"*\", then {', '.join(Evidence.__struct_fields__)}"
                        ) from fault
+    for engine, told in found.items():
+        for key, value in msgspec.structs.asdict(told).items():
+            if value is not None and not MEANT[key].is_one(value):
+                raise Unusable(f"{path}: {engine}: {key}: {value:g} is not {MEANT[key].said}; write"
+                               f" {MEANT[key].instead(value)}")
+    return found
 
 
 def look(config: Config, urls: Sequence[str], *, profile: Profile | None = None,
@@ -264,17 +291,32 @@ def _config_of(folder: Path | None) -> dict[str, Any] | None:
 
 
 def _weights_in(folder: Path | None) -> float | None:
-    """Bytes of the weights' files; None where there are none."""
+    """Bytes of the weights' files; None where there are none. What is there twice, as Mistral has it, counts once."""
     if folder is None:
         return None
     try:
         for ending in ("*.safetensors", "*.bin"):
-            size = sum(path.stat().st_size for path in folder.glob(ending))
+            files = [path for path in folder.glob(ending) if path.name not in OF_TRAINERS]
+            listed = _listed(folder / LISTS[ending])
+            own = [path for path in files if path.name in listed] or [
+                path for path in files if not path.name.startswith("consolidated")] or files
+            size = sum(path.stat().st_size for path in own)
             if size:
                 return float(size)
     except OSError:
         pass
     return None
+
+
+def _listed(index: Path) -> frozenset[str]:
+    """The files that a checkpoint's index names; none where it has no index."""
+    try:
+        with index.open("rb") as file:
+            told = json.loads(file.read(INDEX_BYTES))
+    except (OSError, ValueError):
+        return frozenset()
+    names = told.get("weight_map") if isinstance(told, dict) else None
+    return frozenset(map(str, names.values())) if isinstance(names, dict) else frozenset()
 
 
 # --- whose canary it is ----------------------------------------------------------------------------------------------

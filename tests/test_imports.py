@@ -65,6 +65,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.layouts": Row("agent.windows"),
     "agent.advise": Row("agent.scaling agent.words"),
     "agent.budget": Row("agent.advise"),
+    "agent.weights": Row("agent.budget"),
     "agent.lint": Row("agent agent.advise agent.lint_case agent.lint_design agent.lint_running"),
     "agent.lint_case": Row("agent.binds"),
     "agent.lint_design": Row("agent agent.advise agent.budget agent.lint_case agent.words"),
@@ -488,8 +489,8 @@ def test_the_daemon_stays_small() -> None:
     loaded = done.stderr.split()
     assert "agent.loop" in loaded, done.stdout
     unwanted = {"agent.__main__", "agent.budget", "agent.lint", "agent.lint_case", "agent.lint_facts",
-                "agent.lint_report", "agent.show", "agent.record", "apprise", "click", "flask", "hypothesis", "pytest",
-                "typer"}
+                "agent.lint_report", "agent.show", "agent.record", "agent.weights", "apprise", "click", "flask",
+                "hypothesis", "pytest", "typer"}
     assert sorted(unwanted.intersection(loaded)) == []
 
 
