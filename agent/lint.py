@@ -14,6 +14,7 @@ from agent import lint_running as running
 from agent.advise import BATCH_EVEN, BATCH_GOLDEN, OUTLIERS
 from agent.lint_case import Facts, Verdict, Word
 from agent.lint_design import LATENCY_SEQS, MOST_DROP, THROUGHPUT_SEQS
+from agent.lint_memory import memory
 
 WORST_FIRST: Mapping[Word, int] = {"at odds": 0, "cannot tell": 1, "kept": 2}
 
@@ -33,7 +34,7 @@ PRINCIPLES: tuple[Principle, ...] = (
               " each one's wait; one number cannot serve both. Declare which comes first, then hold the number of"
               f" sequences to it: up to {LATENCY_SEQS} where a person waits, {THROUGHPUT_SEQS} and more where nobody"
               " does."),
-    Principle(2, "memory budget first", design.memory,
+    Principle(2, "memory budget first", memory,
               "Weights, the KV cache of all sequences at full length, and temporaries must fit with 20 % to spare."
               " The KV bytes of a token are 2 × layers × KV heads × head size × bytes of a number. The seed's worked"
               " line for Llama-2-7B does not add up: its printed numbers make 2.1 GB, its own formula with the hidden"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from agent import weights
 from agent.binds import ANY, FLAGS, Flags
 
 Word = Literal["kept", "at odds", "cannot tell"]
@@ -137,18 +138,20 @@ def chunks(facts: Facts) -> bool | None:
     return True if size is not None or facts.is_whole else None
 
 
-def quantized(facts: Facts) -> tuple[str, bool] | None:
-    """(form, whether activations are quantized, too); ("", False): not at all; None: nobody knows."""
-    form = facts.option("quantization", "quantize", "q") or ""
-    told = (facts.model or {}).get("quantization_config")
-    if isinstance(told, Mapping) and not form:
-        form = str(told.get("quant_method") or "")
-        groups = told.get("config_groups")
-        if isinstance(groups, Mapping):
-            return form, any(isinstance(one, Mapping) and one.get("input_activations") for one in groups.values())
-    if not form:
+def form_of(facts: Facts) -> weights.Form:
+    """In which form its weights are, by its flag and its model's config.json."""
+    return weights.form_of(facts.option("quantization", "quantize", "q") or "", facts.model)
+
+
+def quantized(facts: Facts) -> tuple[str, bool | None] | None:
+    """(form, whether activations are quantized, too; None: only a config.json says so); ("", False): not at all.
+
+    None: nobody knows.
+    """
+    form = form_of(facts)
+    if not form.name:
         return None if facts.model is None or not facts.is_whole else ("", False)
-    return form, any(word in form.lower() for word in ("fp8", "w8a8", "smooth", "int8", "modelopt", "compressed"))
+    return form.name, form.activations
 
 
 def rows(facts: Facts, *rules: str) -> list[Mapping[str, Any]]:

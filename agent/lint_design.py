@@ -1,12 +1,10 @@
-"""Principles 1, 2, 6, 7 and 11: how an engine is configured. Pure."""
+"""Principles 1, 6, 7 and 11: how an engine is configured. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from agent import budget
-from agent.advise import ACCEPTED_ENOUGH, BATCH_EVEN, BATCH_GOLDEN, OUTLIERS, gb
+from agent.advise import ACCEPTED_ENOUGH, BATCH_EVEN, BATCH_GOLDEN, OUTLIERS
 from agent.lint_case import (
     Facts,
     Verdict,
@@ -16,7 +14,6 @@ from agent.lint_case import (
     kept,
     quantized,
     seats,
-    sequences,
     speculates,
     unseen,
 )
@@ -85,112 +82,6 @@ def no_drafts(facts: Facts) -> str:
     return facts.flag("take --speculative-config away", "turn speculative decoding off")
 
 
-# --- 2: the memory budget --------------------------------------------------------------------------------------------
-
-
-class Sizes(NamedTuple):
-    """What is known of its memory. `asked`: tokens of all sequences at full length; `holds`: those of its KV cache."""
-
-    weights: float | None  # bytes, by `how`
-    how: str
-    token: float | None  # bytes of KV cache
-    seqs: float | None
-    context: float | None  # tokens
-    asked: float | None
-    holds: float | None
-    gpu_bytes: float | None
-    gpus: int
-
-
-def memory(facts: Facts) -> Verdict:
-    """2: weights + KV cache + temporaries + 20 %: of the GPU where all are known, else of the KV cache alone."""
-    shape = None if facts.model is None else budget.shape_of(facts.model)
-    has, said = sizes(facts, shape), []
-    if has.token is not None and shape is not None:
-        said.append(f"a token takes {has.token:,.0f} bytes of KV cache ({_token_line(shape, has.token)})")
-    if has.asked is not None:
-        said.append(f"asked for: {has.seqs:.0f} sequences × {has.context:,.0f} tokens = {has.asked:,.0f} tokens"
-                    + ("" if has.token is None else f", {gb(has.asked * has.token)}"))
-    if has.holds is not None:
-        told = facts.cache.get("kv_cache_memory_bytes", "")
-        held = float(told) if told.isdigit() else None if has.token is None else has.holds * has.token
-        said.append(f"its KV cache holds {has.holds:,.0f} tokens" + ("" if held is None else f", {gb(held)}"))
-    if has.asked and has.holds and has.asked > has.holds:
-        return _too_small(facts, has, said)
-    if has.weights is not None and has.gpu_bytes:
-        kv = None if has.asked is None or has.token is None else has.asked * has.token
-        sum_ = budget.budget(weights=has.weights, kv=kv or 0.0, gpu_bytes=has.gpu_bytes, gpus=has.gpus)
-        if kv is not None or not sum_.fits:
-            return _budgeted(facts, said, has, sum_, kv or 0.0)
-    if has.weights is not None:
-        said.insert(0, f"weights {gb(has.weights)} (by {has.how})")
-    if has.asked and has.holds:
-        spare = has.holds / has.asked - 1
-        said.append(f"{quantity(spare, 'ratio')} more than is asked for, by its KV cache alone")
-        return kept(*said) if spare >= budget.HEADROOM else _too_small(facts, has, said)
-    parts = {"weights": has.weights, "KV bytes a token": has.token, "sequences": has.seqs,
-             "longest sequence": has.context, "the GPU's memory": has.gpu_bytes}
-    lacking = [name for name, value in parts.items() if value is None]
-    return cannot("; ".join([*said, f"not known: {', '.join(lacking)}"]),
-                  would_tell=f"{facts.flags.sequences} and {_longest(facts)} on its command line, the model's folder"
-                             " readable here, NVML; or `tocsin advise kv-cache` with your numbers")
-
-
-def sizes(facts: Facts, shape: budget.Shape | None) -> Sizes:
-    """Its weights by their files, else by the model's shape; the rest as it is told."""
-    weights, how = facts.weight_bytes, "its files"
-    if weights is None and shape is not None and shape.parameters is not None:
-        form = facts.option("dtype") or shape.dtype
-        weights = budget.weight_bytes(shape.parameters, form if form in budget.BYTES_OF else "bfloat16")
-        how = f"{shape.parameters:,.0f} parameters"
-    seqs, context = sequences(facts), facts.context_tokens
-    return Sizes(weights, how, None if shape is None else _token_bytes(facts, shape), seqs, context,
-                 seqs * context if seqs and context else None, facts.numbers.get("capacity_tokens"),
-                 facts.numbers.get("gpu_bytes"), max(1, int(facts.numbers.get("gpus") or 1)))
-
-
-def _longest(facts: Facts) -> str:
-    return facts.flag("--max-model-len", "longest sequence")
-
-
-def _token_bytes(facts: Facts, shape: budget.Shape) -> float | None:
-    told = facts.cache.get("cache_dtype") or facts.option("kv-cache-dtype") or "auto"
-    size = budget.kv_dtype_bytes(shape, told, facts.option("dtype") or "auto")
-    return None if size is None else budget.kv_token_bytes(shape, size)
-
-
-def _token_line(shape: budget.Shape, token: float) -> str:
-    if shape.latent:
-        return f"{shape.layers} layers × {shape.latent} latent numbers × {token / shape.layers / shape.latent:g} bytes"
-    size = token / (2 * shape.layers * shape.kv_heads * shape.head_dim)
-    return f"2 × {shape.layers} layers × {shape.kv_heads} KV heads × {shape.head_dim} × {size:g} bytes"
-
-
-def _too_small(facts: Facts, has: Sizes, said: Sequence[str]) -> Verdict:
-    """The KV cache has no room for what is asked, or none to spare."""
-    holds, context, seqs = has.holds or 0.0, has.context or 1.0, has.seqs or 0.0
-    fit, fit_well = int(holds // context), int(holds / (1 + budget.HEADROOM) // context)
-    rest = "the rest" if fit < seqs else "what the sum forgets"
-    costs = f"{min(fit, int(seqs))} of {seqs:.0f} full sequences find room; {rest} is preempted and computed anew"
-    return at_odds(said, costs=costs, change=f"{facts.flags.sequences} {max(1, fit_well)}"
-                   f" ({budget.HEADROOM * 100:.0f} % spare), a shorter {_longest(facts)}, or more KV cache:"
-                   f" {facts.flags.kv}")
-
-
-def _budgeted(facts: Facts, said: Sequence[str], has: Sizes, sum_: budget.Budget, kv: float) -> Verdict:
-    line = f"{sum_.said} (weights by {has.how})"
-    if sum_.fits:
-        return kept(line, *said)
-    least = budget.least_gpus(weights=has.weights or 0.0, kv=kv, gpu_bytes=sum_.gpu_bytes)
-    over = sum_.weight_bytes + sum_.temporary_bytes > sum_.gpu_bytes
-    costs = "it does not start: the weights alone do not fit" if over else (
-        "preemptions, or out of memory on the first day when all sequences are long")
-    change = f"{facts.flag('--tensor-parallel-size', 'tensor parallelism over GPUs:')} {least}" if least else \
-        "a smaller or quantized model: no 64 GPUs hold it"
-    fewer = "" if over else f", or a smaller {facts.flags.sequences}, or a shorter {_longest(facts)}"
-    return at_odds([line, *said], costs=costs, change=change + fewer)
-
-
 # --- 6, 7, 11: quantization and speculation --------------------------------------------------------------------------
 
 
@@ -212,6 +103,9 @@ def outliers(facts: Facts) -> Verdict:
     name, activations = form
     if not name:
         return kept("not quantized")
+    if activations is None:
+        return cannot(f"{name} quantizes activations or not: its model's config.json says it, and cannot be read here",
+                      would_tell="`tocsin lint` on the engine's machine, as who may read that folder")
     ratio = facts.evidence.get("outlier_ratio")
     said = [f"{name}: {'weights and activations' if activations else 'weights only'}"]
     if not isinstance(ratio, int | float):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agent import lint_facts, weights
+from agent import lint, lint_facts, weights
 from agent.budget import (
     Ranks,
     budget,
@@ -23,6 +23,7 @@ from agent.budget import (
     ranks_of,
     shape_of,
 )
+from agent.lint_case import Facts
 from agent.weights import Form, Held, form_of
 
 LLAMA_2_7B = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
@@ -324,6 +325,92 @@ def test_an_index_that_is_torn_is_none(tmp_path: Path) -> None:
     write(tmp_path, {**SHARDS, "consolidated.safetensors": 801})
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"emb')
     assert lint_facts._weights_in(tmp_path) == 800.0
+
+
+# --- the second principle, and what the sixth asks of the form ------------------------------------------------------
+
+
+def finding(number: int, model: dict[str, Any] | None, options: dict[str, str], **more: Any) -> dict[str, Any]:
+    """What lint says of a vLLM."""
+    of = Facts("llama", "vllm", options=options, model=model, **more)
+    return next(one for one in lint.judge(of) if one["number"] == number)
+
+
+def test_what_the_engine_tells_in_bytes_is_one_rank_s() -> None:
+    """70B on four: 400,000 tokens × 327,680 B = 131 GB; each rank has a quarter of it, 32.8 GB, and tells that."""
+    found = finding(2, LLAMA_3_70B, {"tensor-parallel-size": "4", "max-num-seqs": "16"}, context_tokens=8192.0, cache={
+        "kv_cache_size_tokens": "400000", "kv_cache_memory_bytes": "32768000000"})
+    assert "its KV cache holds 400,000 tokens, 131 GB" in found["evidence"]
+    assert "asked for: 16 sequences × 8,192 tokens = 131,072 tokens, 42.9 GB" in found["evidence"]
+
+
+@pytest.mark.parametrize(("story", "model", "options", "said"), [
+    ("layers with windows: blocks are shared out, so what is told × ranks: 2 × 30 GB", GEMMA_3_27B,
+     {"tensor-parallel-size": "2"}, "its KV cache holds 400,000 tokens, 60 GB"),
+    ("nobody knows the model", None, {"tensor-parallel-size": "2"}, "its KV cache holds 400,000 tokens, 60 GB"),
+    ("a latent that each of eight has: 400,000 × 70,272 B", DEEPSEEK_V3, {"tensor-parallel-size": "8"},
+     "its KV cache holds 400,000 tokens, 28.1 GB"),
+])
+def test_bytes_of_a_kv_cache_over_all_ranks(story: str, model: dict[str, Any] | None, options: dict[str, str],
+                                            said: str) -> None:
+    """Each key and value once. The capacity is the engine's word: blocks × 16 are more where layers have windows."""
+    found = finding(2, model, options, numbers={"capacity_tokens": 900_000.0}, cache={
+        "kv_cache_size_tokens": "400000", "kv_cache_memory_bytes": "30000000000"})
+    assert said in "; ".join(found["evidence"]), story
+
+
+def test_each_engine_of_data_parallelism_has_all_the_weights() -> None:
+    """8B on eight cards of 24 GB, an engine each: 16.1 + 4 × 8,192 × 131,072 B (4.29 GB) + 1.5 = 21.9, × 1.2 = 26.2.
+
+    Divided by eight it was 2 GB of weights, and kept.
+    """
+    found = finding(2, LLAMA_3_8B, {"max-num-seqs": "4", "data-parallel-size": "8"}, context_tokens=8192.0,
+                    weight_bytes=2.0 * PARAMETERS_8B, numbers={"gpu_bytes": 24e9, "gpus": 8.0})
+    assert (found["verdict"], found["change"].split(",")[0]) == ("at odds", "--tensor-parallel-size 2")
+    assert found["evidence"][0] == ("weights 16.1 GB + KV cache 4.29 GB + temporaries 1.5 GB on the GPU, with 20 %"
+                                    " headroom 26.2 GB of 24 GB (weights by its files)")
+
+
+def test_experts_are_spread_over_data_parallelism_and_the_rest_is_not() -> None:
+    """V3, eight engines on eight cards: 688.6 ÷ 8 = 86.1 GB of weights at least, 688.6 at most; KV 9.2 GB, 1.5 more.
+
+    With headroom 116 to 839 GB of 141: of its files nobody can tell.
+    """
+    options = {"max-num-seqs": "4", "data-parallel-size": "8", "enable-expert-parallel": ""}
+    found = finding(2, DEEPSEEK_V3, options, context_tokens=32768.0, weight_bytes=688.6e9,
+                    numbers={"gpu_bytes": 141e9, "gpus": 8.0})
+    assert found["verdict"] == "cannot tell"
+    assert found["evidence"][0].startswith("between 116 GB and 839 GB of 141 GB on a GPU, with headroom: experts are")
+
+
+def test_a_latent_is_on_every_rank() -> None:
+    """V3 on eight cards: 86.1 + 36.8 + 1.5 = 124 GB, 149 with headroom (worked out above): 16 ranks."""
+    found = finding(2, DEEPSEEK_V3, {"max-num-seqs": "16", "tensor-parallel-size": "8"}, context_tokens=32768.0,
+                    weight_bytes=688.6e9, numbers={"gpu_bytes": 141e9, "gpus": 8.0})
+    assert (found["verdict"], found["change"].split(",")[0]) == ("at odds", "--tensor-parallel-size 16")
+    assert "the latent numbers cannot be split: of 8 ranks 8 each hold the same" in found["evidence"]
+
+
+def test_quantized_while_it_is_loaded_it_fits() -> None:
+    """8B on 16 GB: 16.1 GB of files, 9.08 GB as FP8, + 2 × 8,192 × 131,072 B (2.15 GB) + 1.5 = 12.7, × 1.2 = 15.3."""
+    options = {"max-num-seqs": "2", "quantization": "fp8"}
+    found = finding(2, LLAMA_3_8B, options, context_tokens=8192.0, weight_bytes=2.0 * PARAMETERS_8B,
+                    numbers={"gpu_bytes": 16e9, "gpus": 1.0})
+    assert (found["verdict"], found["evidence"][0]) == ("kept", (
+        "weights 9.08 GB + KV cache 2.15 GB + temporaries 1.5 GB on the GPU, with 20 % headroom 15.3 GB of 16 GB"
+        " (weights by its files, quantized to fp8 at load)"))
+
+
+@pytest.mark.parametrize(("story", "flag", "config", "word"), [
+    ("weights alone bear outliers", "compressed-tensors", group(None), "kept"),
+    ("activations too, unmeasured", "compressed-tensors", group({"num_bits": 8}), "at odds"),
+    ("Quark FP8, unmeasured", "quark", quark(FP8), "at odds"),
+    ("nobody can read which", "compressed-tensors", None, "cannot tell"),
+])
+def test_the_sixth_principle_asks_the_checkpoint(story: str, flag: str, config: dict[str, Any] | None,
+                                                 word: str) -> None:
+    """The flag names a file format, not what is quantized."""
+    assert finding(6, config, {"quantization": flag})["verdict"] == word, story
 
 
 # --- the evidence file -----------------------------------------------------------------------------------------------
