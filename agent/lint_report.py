@@ -1,44 +1,62 @@
-"""What `tocsin lint` prints: an engine after the other, the worst first. Pure."""
+"""What `tocsin lint` prints: what is so of all engines, then each with its own; the worst first. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from textwrap import wrap
 from typing import Any
 
 from agent.words import clean
 
+Finding = Mapping[str, Any]
 HEADS = {"at odds": "AT ODDS", "cannot tell": "CANNOT TELL", "kept": "KEPT"}
 WIDTH = 100
 
 
 def report(answer: Mapping[str, Any]) -> list[str]:
     """All lines. What cannot be looked at comes first."""
-    lines = [f"Not looked at: {clean(error)}" for error in answer["errors"]]
-    for engine in answer["engines"]:
-        lines += ["", *_engine(engine)] if lines else _engine(engine)
-    if not answer["engines"] and not lines:
-        lines.append("No engine to look at: name one, as `tocsin lint http://127.0.0.1:8000`")
+    engines = answer["engines"]
+    parts = [[f"Not looked at: {clean(error)}" for error in answer["errors"]]] if answer["errors"] else []
+    shared = [one for one in engines[0]["findings"] if all(one in other["findings"] for other in engines[1:])
+              ] if len(engines) > 1 else []
+    parts += [_part(f"All {len(engines)} engines", shared)] if shared else []
+    for engine in engines:
+        about = " ".join(str(engine[key]) for key in ("kind", "version") if engine[key])
+        model = f", {engine['model']}" if engine["model"] else ""
+        parts.append(_part(f"{engine['engine']} ({about}{model})",
+                           [one for one in engine["findings"] if one not in shared]))
+    if not parts:
+        parts = [["No engine to look at: name one, as `tocsin lint http://127.0.0.1:8000`"]]
+    return [line for i, part in enumerate(parts) for line in ([""] * bool(i) + part)]
+
+
+def _part(head: str, findings: Sequence[Finding]) -> list[str]:
+    counts = ", ".join(f"{n} {word}" for word in HEADS if (n := sum(one["verdict"] == word for one in findings)))
+    lines = [clean(f"{head}: {counts or 'as all of them'}")]
+    for word, title in HEADS.items():
+        own = [one for one in findings if one["verdict"] == word]
+        lines += ["", title] * bool(own)
+        for same in _by_what_would_tell(own):
+            lines += _told(same)
     return lines
 
 
-def _engine(engine: Mapping[str, Any]) -> list[str]:
-    found = engine["findings"]
-    about = " ".join(str(engine[key]) for key in ("kind", "version") if engine[key])
-    model = f", {engine['model']}" if engine["model"] else ""
-    counts = ", ".join(f"{n} {word}" for word in HEADS if (n := sum(one["verdict"] == word for one in found)))
-    lines = [clean(f"{engine['engine']} ({about}{model}): {counts}")]
-    for word, head in HEADS.items():
-        own = [one for one in found if one["verdict"] == word]
-        lines += ["", head] * bool(own)
-        for one in own:
-            lines += _finding(one)
-    return lines
+def _by_what_would_tell(findings: Sequence[Finding]) -> Iterator[list[Finding]]:
+    """Those that one and the same would tell, side by side; each of the others alone."""
+    first = [one["would_tell"] or i for i, one in enumerate(findings)]
+    whys = [one["evidence"] for one in findings]
+    placed = [(first.index(one["would_tell"] or i), whys.index(one["evidence"]), i) for i, one in enumerate(findings)]
+    for _, same in groupby(sorted(placed), key=lambda place: place[0]):
+        yield [findings[i] for *_, i in same]
 
 
-def _finding(one: Mapping[str, Any]) -> list[str]:
-    lines = [f"{one['number']:>3}. {one['principle']}"]
-    lines += [line for told in one["evidence"] for line in _folded("", told)]
+def _told(same: Sequence[Finding]) -> list[str]:
+    """Their evidence, then what they share."""
+    lines, one = [], same[-1]
+    for why, of in groupby(same, key=lambda one: one["evidence"]):
+        lines += [f"{each['number']:>3}. {each['principle']}" for each in of]
+        lines += [line for told in why for line in _folded("", told)]
     for key, head in (("costs", "Costs: "), ("change", "Change: "), ("would_tell", "Would tell: ")):
         lines += _folded(head, one[key]) if one[key] else []
     return lines

@@ -159,6 +159,7 @@ def of_kind(kind: str, options: dict[str, str] | None = None, **more: Any) -> Fa
     ("from afar, idle", 7, replace(facts(numbers={"acceptance": 0.7}), options=None), "cannot tell", "batch size"),
     ("small batches in 256 seats", 7, facts({"max-num-seqs": "256"}, numbers={"sequences": 9.0}), "cannot tell",
      "at 16 or fewer it may pay"),
+    ("the agent does not see it", 8, facts(signals=[]), "cannot tell", "the agent did not see its command line"),
     ("SGLang drafts", 7, of_kind("sglang", {"speculative-algorithm": "EAGLE", "max-running-requests": "64"}), "at odds",
      "turn speculative decoding off, or send small batches to a replica of their own (--max-running-requests 16)"),
     ("vLLM's short names", 7, facts({"max-num-seqs": "64", "spec-method": "ngram"}), "at odds", "drafting is a loss"),
@@ -218,6 +219,32 @@ def test_the_worst_comes_first_and_the_page_says_what_to_do() -> None:
     assert lines[2] == "llama (vllm 0.32.0, m): 2 at odds, 9 cannot tell, 1 kept"
     assert lines.index("AT ODDS") < lines.index("CANNOT TELL") < lines.index("KEPT")
     assert "     Change: --max-num-seqs 32 (16 to 32), or declare profile: throughput" in lines
+
+
+def told(number: int, verdict: str, why: str, would_tell: str | None = None) -> dict[str, Any]:
+    """A finding as `judge` has it."""
+    return {"number": number, "principle": f"P{number}", "verdict": verdict, "evidence": [why], "costs": None,
+            "change": None, "would_tell": would_tell, "section": ""}
+
+
+def test_what_one_thing_would_tell_is_said_once() -> None:
+    """Who looks on the engine's machine has answers to three; the page does not ask for it three times."""
+    one = {"engine": "a", "url": "http://a:8000", "kind": "vllm", "model": "m", "version": None, "findings": [
+        told(6, "cannot tell", "quantized?", "look there"), told(7, "cannot tell", "drafts?", "look there"),
+        told(8, "cannot tell", "changed?", "an agent"), told(11, "cannot tell", "quantized?", "look there")]}
+    assert lint_report.report({"engines": [one], "errors": []})[2:] == [
+        "CANNOT TELL", "  6. P6", " 11. P11", "     quantized?", "  7. P7", "     drafts?",
+        "     Would tell: look there", "  8. P8", "     changed?", "     Would tell: an agent"]
+
+
+def test_what_is_so_of_all_engines_is_said_once() -> None:
+    """Eight engines on a node, and one drill that nobody holds."""
+    engines = [{"engine": name, "url": None, "kind": "vllm", "model": None, "version": None, "findings": [
+        told(10, "at odds", "0 drills"), told(1, "kept", name)]} for name in "ab"]
+    assert lint_report.report({"engines": engines, "errors": []}) == [
+        "All 2 engines: 1 at odds", "", "AT ODDS", " 10. P10", "     0 drills",
+        "", "a (vllm): 1 kept", "", "KEPT", "  1. P1", "     a",
+        "", "b (vllm): 1 kept", "", "KEPT", "  1. P1", "     b"]
 
 
 # --- the seed's arithmetic -------------------------------------------------------------------------------------------
