@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from agent.daemon import tune_memory
 from bench.figures import MIB, Figure, arguments, own_peak_mib, say, tell
 from bench.replay import ROOT, Engines, Replay, environment
 
@@ -49,6 +50,7 @@ LINES = (
 
 def point(engines: int = 1, gpus: int = 0, rules: int = 1, bytes: int = 0) -> dict[str, float]:  # noqa: A002
     """CPU milliseconds of a tick here, and the peak memory of this process."""
+    tune_memory()
     with tempfile.TemporaryDirectory() as folder, Engines(engines, bytes) as served, \
             Replay(Path(folder), served.urls, {} if gpus else {"nvml": "off"}, rules) as replay:
         replay.tick(WARM_UP_TICKS)

@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from agent.daemon import serve, share_heaps
+from agent.daemon import serve, tune_memory
 from bench.figures import MIB, Figure, arguments, peak_mib, say, tell
 from bench.replay import POLL_S, ROOT, Engines, Replay, environment
 from tests.agent_process import AgentProcess
@@ -79,7 +79,7 @@ class Sampled:
 def simulated(folder: Path, hours: float, hook: str, engines: list[str]) -> list[Figure]:
     """A day of the agent in this process, which ends now."""
     extra = {"listen": "127.0.0.1:0", "notify": notify(hook)}
-    share_heaps()
+    tune_memory()
     log, sampled, missed, ticks = folder / "kmsg", Sampled(os.getpid()), 0, 0
     with Replay(folder, engines, extra, at=time.time() - hours * 3600) as replay:
         servers, began, start = serve(replay.agent, replay.config), time.monotonic(), replay.clock.at
