@@ -34,6 +34,7 @@ NOT_FOR_US = (errno.EACCES, errno.EPERM, errno.ENOENT)
 SUBJECT = "kernel_log"
 OPEN = "kernel_log_open"  # sample: 1 while the log is read
 REOPEN_S = 5.0
+WAIT_S = 1.0  # at most, for more to come: so long until the thread sees that it shall end
 MOST_KINDS = 1024  # of events that are different and were not handed over yet; what comes beyond is counted as lost
 WOKEN_S = 5.0  # the same event wakes the loop no more often
 TOLD = tuple(f.name for f in fields(Line) if f.name not in ("kind", "device", "number", "words"))
@@ -221,7 +222,7 @@ class KernelLog:
                 self._cursor = dict(log.cursor)
             if not log.behind:
                 self._caught_up.set()
-            log.wait(0.5)
+            log.wait(WAIT_S)
 
     def _is_closed(self) -> bool:
         return self._closed

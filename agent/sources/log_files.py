@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import time
@@ -12,7 +13,8 @@ from typing import Any, Protocol
 
 from agent.hardware.lines import Record, record_of
 
-LOOK_EVERY_S = 0.2  # a regular file has nothing to wait on
+LINES_APART_S = 0.05  # of a file that grows: what is written at once is read at once
+IN_MODIFY, IN_MOVED_TO, IN_CREATE = 0x2, 0x80, 0x100  # sys/inotify.h
 RECORD_BYTES = 8192  # the most that /dev/kmsg gives of one record
 CHUNK_BYTES = 1 << 16
 FIRST_BYTES = 16 << 20  # of a file that no run of ours has read before
@@ -107,6 +109,7 @@ class Tail:
             offset = max(0, os.fstat(fd).st_size - FIRST_BYTES)
         os.lseek(fd, offset, os.SEEK_SET)
         self._fd = fd
+        self._changes = Changes(path)
         self.cursor: dict[str, Any] = {"boot": boot, "inode": inode, "offset": offset}
 
     def _rotated(self, inode: int, offset: int) -> int | None:
@@ -149,15 +152,44 @@ class Tail:
             self._queue.append(os.open(self._path, os.O_RDONLY | os.O_CLOEXEC))
         os.close(self._fd)
         self._fd, self._rest = self._queue.pop(), b""
+        self._changes.follow()
         self.cursor.update(inode=os.fstat(self._fd).st_ino, offset=0)
         return True
 
     def wait(self, timeout_s: float) -> None:
-        time.sleep(min(timeout_s, LOOK_EVERY_S))
+        self._changes.wait(timeout_s)
 
     def close(self) -> None:
         for fd in (self._fd, *self._queue):
             os.close(fd)
+        self._changes.close()
+
+
+class Changes:
+    """What the kernel tells of a file that grows, and of others that come in its place (inotify)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._libc = path, ctypes.CDLL(None)
+        self._fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poll = select.poll()
+        if self._fd >= 0:  # else this user has too many already, and each wait is as long as it may be
+            self._poll.register(self._fd, select.POLLIN)
+            self._libc.inotify_add_watch(self._fd, os.fsencode(path.parent), IN_CREATE | IN_MOVED_TO)
+            self.follow()
+
+    def follow(self) -> None:
+        """Look at the file that has its name now."""
+        self._libc.inotify_add_watch(self._fd, os.fsencode(self._path), IN_MODIFY)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something was written, or another file came; a moment longer, for what comes with it."""
+        if self._poll.poll(timeout_s * 1000):
+            time.sleep(LINES_APART_S)
+            os.read(self._fd, CHUNK_BYTES)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 class Pipe:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,21 @@ def test_a_file_that_is_rotated(tmp_path: Path, start: Start) -> None:
     log.rename(tmp_path / "kern.log.2")
     add(log, f"kernel: {XID.replace('79', '62')}")
     assert [e.number for e in events(second)] == [62]
+
+
+def test_a_file_is_read_where_the_kernel_tells_no_changes(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other programs of this user had used up fs.inotify.max_user_instances: the log is looked at every second."""
+    libc = SimpleNamespace(inotify_init1=lambda flags: -1, inotify_add_watch=lambda *_: -1)
+    monkeypatch.setattr("agent.sources.log_files.ctypes.CDLL", lambda _: libc)
+    log = tmp_path / "kern.log"
+    log.touch()
+    source = start(log)
+    last(source)
+    add(log, XID)
+
+    assert [e.number for e in events(source)] == [79]
 
 
 def test_an_old_text_without_times_is_not_news(tmp_path: Path, start: Start) -> None:
