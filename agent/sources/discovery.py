@@ -118,7 +118,7 @@ def _after(argv: Sequence[str], words: Sequence[str]) -> int | None:
     It stands within its first words (an interpreter, its options, `-m`), never among the options of another program.
     """
     head = next((i for i, word in enumerate(argv) if i and word.startswith("--")), len(argv))
-    start = next((i for i, word in enumerate(argv[:min(head, 6)]) if Path(word).name == words[0]), None)
+    start = next((i for i, word in enumerate(argv[:min(head, 6)]) if word.rpartition("/")[2] == words[0]), None)
     if start is None or list(argv[start + 1:start + len(words)]) != list(words[1:]):
         return None
     if start and not (argv[start - 1] == "-m" or _is_interpreter(argv[0])):
@@ -205,13 +205,12 @@ def listening(proc: Path, where: str = "self") -> dict[int, tuple[str, int]]:
     """Port -> (address, inode) of what listens in a process's network namespace, ours if no other is asked for."""
     found: dict[int, tuple[str, int]] = {}
     for name in ("tcp6", "tcp"):
-        try:
-            lines = (proc / where / "net" / name).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            fields = line.split() if f" {_LISTEN} " in line else []
-            if len(fields) > 9 and fields[3] == _LISTEN:
+        with suppress(OSError), (proc / where / "net" / name).open() as lines:
+            next(lines, None)
+            for line in lines:
+                fields = line.split()
+                if len(fields) < 10 or fields[3] != _LISTEN:
+                    break  # the kernel tells who listens first; its tables of connections take milliseconds to walk
                 address, _, port = fields[1].rpartition(":")
                 found[int(port, 16)] = (_address(address), int(fields[9]))
     return found
