@@ -65,6 +65,7 @@ PAGE_SPAN_S = 300.0  # what a page's numbers are means of
 GONE_S = 600.0  # a GPU that NVML no longer names for so long has ended
 RECOGNISE_EVERY_S, SEEN_EVERY_S = 30.0, 300.0
 SOURCED_KEPT_S = 86400.0  # a series that a source tells no more is a Gap for so long
+OF_A_POD = re.compile(r'[{,](exported_pod|kubernetes_pod_name|pod|pod_name)="')  # it ends with its pod: GONE_S
 MOST_SOURCED = 200  # series of one source: labels may change with every pod
 Traffic = dict[str, dict[str, Any]]  # "replicas", "routers"
 OF_OURSELVES = frozenset({"blind", "watcher", "kernel_log_forged", "kernel_log_lost"})
@@ -220,13 +221,19 @@ class Node:
                 self._forget_gpu(uuid)
 
     def _take_sourced(self, batch: Batch) -> None:
-        """Which series a PromQL or JSON source has told within a day: a restart of either side loses none of them."""
+        """Which series a PromQL or JSON source has told within a day: a restart of either side loses none of them.
+
+        One that has a pod's name ends 10 m after its last value, if others of its source are told: each rollout leaves
+        as many behind as there are replicas.
+        """
         kind, _, name = batch.source.partition(":")
         if kind not in ("promql", "json") or name not in self.setup.sourced:
             return
         known = self.learned.sourced.setdefault(name, {})
-        known |= {r.subject: batch.at for r in batch.readings if r.name == "sourced" and isinstance(r, Sample)}
-        gone = [subject for subject, at in known.items() if batch.at - at > SOURCED_KEPT_S]
+        told = {r.subject: batch.at for r in batch.readings if r.name == "sourced" and isinstance(r, Sample)}
+        known |= told
+        gone = [subject for subject, at in known.items()
+                if batch.at - at > (GONE_S if told and OF_A_POD.search(subject) else SOURCED_KEPT_S)]
         for subject in (*gone, *sorted(known, key=known.__getitem__)[:-MOST_SOURCED]):
             known.pop(subject, None)
             self.windows.forget(subject)

@@ -52,7 +52,8 @@ def groups(ask: Ask) -> dict[str, list[tuple[Target, str]]]:
 def fed(ask: Ask, source: str) -> dict[str, float] | Signal | None:
     """The series of a source that has this name, or why one is not told; None: nobody has configured one.
 
-    What was told within a day is a member: were it left out, the rest would resolve an alert, or fire it.
+    What was told within a day (of a pod: within 10 m) is a member: were it left out, the rest would resolve an alert,
+    or fire it.
     """
     subjects = ask.scene.sourced.get(source)
     if subjects is None:

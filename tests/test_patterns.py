@@ -32,10 +32,11 @@ RULES = tuple(rule for rule in built_in().values() if rule.patterns or rule.id i
 
 
 class World:
-    """A node, its targets (name -> facts), and a clock. `sources`: PromQL sources of these names."""
+    """A node, its targets (name -> facts), and a clock. `sources`: PromQL sources of these names, by this label."""
 
     def __init__(self, facts: Mapping[str, EngineFacts], pattern: str | None = None, sources: tuple[str, ...] = (),
-                 gpus: int = 0) -> None:
+                 gpus: int = 0, label: str = "n") -> None:
+        self.label = label
         targets = tuple(Target(name, (), SLO, address=name, gpus=tuple(range(gpus))) for name in facts)
         self.facts, self.pattern = facts, pattern
         self.node = Node(Setup("gpu-17", 5.0, SLO, targets, RULES, severity_of, sourced=sources,
@@ -56,7 +57,7 @@ class World:
             for source in self.node.setup.sourced:
                 told_of = told.get(source, {})
                 readings = tuple(r for n, value in told_of.items()
-                                 for r in samples(f'{source}{{n="{n}"}}', at, {"sourced": value}))
+                                 for r in samples(f'{source}{{{self.label}="{n}"}}', at, {"sourced": value}))
                 self.node.take(Batch(f"promql:{source}", at, 0.0, readings))
             for change in self.node.step(at, step_s):
                 if change.kind == "firing":
@@ -297,6 +298,25 @@ def test_a_series_whose_target_has_ended_is_no_member_any_more() -> None:
     here.facts = {"a": engine("a")}
     here.play(65, 100, lambda _: {"a": CALM, "weights-version": {"trainer": 3.0, "a": 3.0, "b": None}})
     assert (here.state("weights-stale"), here.node.signals["weights-stale", "gpu-17"].value) == ("value", 0.0)
+
+
+@pytest.mark.parametrize(("story", "label", "others", "ends"), [
+    ("a rollout: b7 is there in the place of a4", "pod", {"b7": 3.0}, True),
+    ("that of a rank, a host or a stage comes back", "n", {"b7": 3.0}, False),
+    ("a Prometheus that scrapes no pod any more has seen none end", "pod", {}, False),
+])
+def test_the_series_of_a_pod_ends_with_it(story: str, label: str, others: Mapping[str, float], ends: bool) -> None:
+    """a4 is told until 100 s: after each rollout every rule of the source was a Gap for a day; now for ten minutes."""
+    here = world("a", sources=("replica-queue-age",), pattern="replicas", label=label)
+
+    def tell(at: float) -> Mapping[str, Numbers]:
+        told = {"a4": 3.0, "b6": 3.0} if at <= 100 else {"a4": None, "b6": 3.0 if others else None, **others}
+        return {"a": CALM, "replica-queue-age": told}
+
+    here.play(0, 700, tell, 20.0)
+    assert here.state("overload-everywhere") == "gap", story
+    here.play(720, 740, tell, 20.0)
+    assert here.state("overload-everywhere") == ("value" if ends else "gap"), story
 
 
 def test_2_everywhere_is_everywhere_that_answers() -> None:
