@@ -600,7 +600,7 @@ def config_check(context: typer.Context, config: ConfigFile = None, as_json: AsJ
     """Find every fault in configuration and rules, with file and line. Exit 0, or 2."""
     from dataclasses import asdict
 
-    from agent.config import DEFAULT_PATH, load_all, without_function
+    from agent.config import DEFAULT_PATH, load_all, told_by_each, without_function
     from agent.notifiers import not_installed
     from agent.signals import CATALOGUE
     from agent.strict import ConfigErrors
@@ -613,7 +613,8 @@ def config_check(context: typer.Context, config: ConfigFile = None, as_json: AsJ
         settings, ruleset = load_all(path, os.environ, CATALOGUE)
         drills_of(settings, ruleset.rules)
         count = f"{len(ruleset.rules)} rules, {len(ruleset.disabled)} disabled"
-        notes = [count, *ruleset.notes, *without_function(settings), *not_installed(settings)]
+        notes = [count, *ruleset.notes, *without_function(settings), *not_installed(settings),
+                 *told_by_each(settings)]
     except ConfigErrors as errors:
         faults = errors.faults
     if as_json:

@@ -701,6 +701,19 @@ def without_function(config: Config) -> list[str]:
     return []
 
 
+def told_by_each(config: Config) -> list[str]:
+    """A hint for whoever has a fleet: what spans nodes is told by each agent that has it in its file."""
+    if config.cluster_rules:
+        return []
+    each, said = "in a fleet without Kubernetes each agent that has them", []
+    if names := source_names(config):
+        said.append(f"sources: {', '.join(names)}: {each} tells the same: write them into the file of one")
+    if routers := [target_name(router) for router in config.routers]:
+        said.append(f"routers: {', '.join(routers)}: {each} tells the same replica-hotspot: write rules: {{disable:"
+                    " [replica-hotspot]} into the files of all but one")
+    return said
+
+
 # ---- reading it ----
 
 

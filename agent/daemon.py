@@ -98,8 +98,9 @@ def setup_of(config: Config, rules: Sequence[Rule], *, clip_windows: bool = Fals
                  config.external_url, config.nvml != "off", clip_windows,
                  xid_severity={number: over.severity for number, over in config.rules.xid.items()},
                  gpus_expected=config.gpus.expected,
-                 sourced=tuple(source_names(config)) if asks_sources(config) else (),
-                 business=frozenset(business_of(config, rules)) if asks_sources(config) else frozenset(),
+                 sourced=tuple(source_names(config)) if judges_all(config) else (),
+                 business=frozenset(business_of(config, rules)) if judges_all(config) else frozenset(),
+                 judges_all=judges_all(config),
                  patterns=None if config.pattern is None else patterns.parse(config.pattern))
 
 
@@ -142,7 +143,7 @@ def sources_of(config: Config, shapes: dict[str, bool], cursor: Mapping[str, Any
         from agent.sources.workloads import WorkloadsSource  # for one agent of a cluster
 
         sources.append(WorkloadsSource())
-    if source_names(config) and asks_sources(config):
+    if source_names(config) and judges_all(config):
         sources += asked_sources(config)
     sources += [RouterSource(target_name(router), router.url, kind=router.kind) for router in config.routers]
     if config.nvml != "off":
@@ -153,18 +154,25 @@ def sources_of(config: Config, shapes: dict[str, bool], cursor: Mapping[str, Any
     return sources
 
 
-def asks_sources(config: Config) -> bool:
-    """Whether PromQL and JSON sources are asked here: on the nodes of a cluster by the one agent of `cluster_rules`."""
+def judges_all(config: Config) -> bool:
+    """Whether what spans nodes is judged here: PromQL and JSON sources, a router's shares of all its replicas.
+
+    On the nodes of a cluster by the one agent of `cluster_rules`.
+    """
     return config.cluster_rules or not os.environ.get("NODE_NAME")
 
 
 def not_asked(config: Config) -> list[str]:
-    """A sentence where sources are configured and another agent shall ask them."""
-    if asks_sources(config) or not source_names(config):
+    """A sentence for each thing that is configured and that another agent shall judge."""
+    if judges_all(config):
         return []
-    names = ", ".join(source_names(config))
     why = "each node would tell the same: give one agent `cluster_rules: true`"
-    return [f"sources: {names} are not asked here, where {why}"]
+    names, routers = source_names(config), [target_name(router) for router in config.routers]
+    said = [f"sources: {', '.join(names)} are not asked here, where {why}"] if names else []
+    if routers:
+        said.append(f"routers: how {', '.join(routers)} shares requests out (replica-hotspot) is not judged here,"
+                    f" where {why}")
+    return said
 
 
 def asked_sources(config: Config) -> list[Source]:

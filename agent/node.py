@@ -92,6 +92,7 @@ class Setup:
     gpus_expected: int | None = None  # None: as many as were ever seen
     sourced: tuple[str, ...] = ()  # PromQL and JSON sources, by name
     business: frozenset[str] = frozenset()  # those that business-metric judges
+    judges_all: bool = True  # what spans nodes, as a router's shares of all its replicas, and not another agent does
     patterns: tuple[int, ...] | None = None  # deployment patterns as written; None: recognised from what is there
 
 
@@ -567,6 +568,7 @@ class Node:
                      self.learned.gpu_count if self.setup.gpus_expected is None else self.setup.gpus_expected,
                      self.learned.nvlinks, self.workloads, self.learned.gpus_allocatable, self.canaries,
                      state_told=self.learned.gpu_state, sourced=self._sourced(), business=self.setup.business,
+                     judges_all=self.setup.judges_all,
                      models={name: facts.model for name, facts in self.facts.items() if facts.model},
                      roles={name: facts.role for name, facts in self.facts.items() if facts.role})
 

@@ -101,6 +101,7 @@ class Scene:
     business: frozenset[str] = frozenset()  # of these the sources that no rule of their own judges
     models: Mapping[str, str] = field(default_factory=dict)  # target -> model
     roles: Mapping[str, str] = field(default_factory=dict)  # target -> "prefill" or "decode", where it says so
+    judges_all: bool = True  # what spans nodes is judged here, and not by another agent of the cluster
 
     def target_of(self, subject: str) -> Target | None:
         """The target of a target's, an engine's or a user's address's subject."""

@@ -562,6 +562,8 @@ def replica_hotspot(ask: Ask) -> Signal:
                   if "count" in ask.windows.keys_now(e, "ttft")}
         best = _hottest(ask, counts, best)
     method = "exact"
+    if best is None and ask.scene.routers and not ask.scene.judges_all:
+        return ask.na("the agent of the cluster that has `cluster_rules: true` judges how a router shares requests out")
     if best is None:
         for router in ask.scene.routers:
             best = _hottest(ask, ask.windows.increases(router, "router_worker_requests", ask.start()), best)

@@ -6,6 +6,7 @@ Every number is worked out by hand in the story that it belongs to.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -595,6 +596,20 @@ def test_7_a_hot_replica(rate: float, waiting: float, fires: bool) -> None:
         "b": CALM | {"ttft.count": at}, "c": CALM | {"ttft.count": at}}, 15.0)
     assert ("replica-hotspot" in here.fired) is fires
     assert here.node.signals["replica-hotspot", "gpu-17"].value == pytest.approx(3 * rate / (rate + 2))
+
+
+@pytest.mark.parametrize(("judges_all", "state"), [(True, "value"), (False, "na")])
+def test_7_a_hot_replica_behind_a_router_that_all_nodes_read(judges_all: bool, state: str) -> None:
+    """8 of 10 requests go to the replica here, which has a queue: 8 × 2 ÷ 10 = 1.6 times its share."""
+    here = world("a", pattern="hierarchical-cache")
+    here.node.setup = replace(here.node.setup, judges_all=judges_all)
+    for at in range(0, 1300, 20):
+        counts = {"router_worker_requests.http://a": 8.0 * at, "router_worker_requests.http://b": 2.0 * at}
+        here.node.take(Batch("router:edge", T0 + at, 0.0, tuple(samples("edge", T0 + at, counts)),
+                             router=EngineFacts("edge", (), "vllm-router")))
+        here.play(at, at, lambda _: {"a": CALM | {"waiting": 3.0}}, 20.0)
+    assert here.state("replica-hotspot") == state
+    assert here.node.signals["replica-hotspot", "gpu-17"].value == (1.6 if judges_all else None)
 
 
 # --- 8: post-training -------------------------------------------------------------------------------------------------

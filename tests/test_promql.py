@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from agent.config import Config, business_of, load_all, rules_for
+from agent.config import Config, RouterConfig, business_of, load_all, rules_for, told_by_each
 from agent.daemon import not_asked, setup_of, sources_of
 from agent.json_path import steps_of
 from agent.model import Batch, Gap, Sample, Why
@@ -219,6 +219,18 @@ def test_on_twenty_nodes_one_agent_asks(tmp_path: Path, monkeypatch: pytest.Monk
     assert [source.name for source in sources_of(one, {})] == ["promql:orders", "json:rated"]
     assert setup_of(one, rules.rules).sourced == ("orders", "rated")
     assert not_asked(one) == []
+
+
+def test_how_a_router_shares_out_is_judged_by_one_agent_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All nodes read the router, for what it tells of their own engine; 20 of them told one hot replica 20 times."""
+    every = Config(routers=(RouterConfig(url="http://edge:29000", name="edge"),))
+    one = msgspec.structs.replace(every, cluster_rules=True)
+    assert told_by_each(every)[0].startswith("routers: edge: in a fleet without Kubernetes each agent that has them")
+    assert (not_asked(every), told_by_each(one), setup_of(every, ()).judges_all) == ([], [], True)
+    monkeypatch.setenv("NODE_NAME", "gpu-17")
+    assert [setup_of(config, ()).judges_all for config in (every, one)] == [False, True]
+    assert not_asked(every)[0].startswith("routers: how edge shares requests out (replica-hotspot) is not judged here")
+    assert "router:edge" in [source.name for source in sources_of(every, {})]
 
 
 @pytest.mark.parametrize(("changed", "said"), [
