@@ -854,11 +854,10 @@ def canary(
         if fired is not None and not fired["ok"]:
             sys.stderr.write(f"tocsin: the way back FAILED ({fired['how']}): {fired['why']}; roll back by hand\n")
 
-    from agent.lint_facts import note_canary
+    from agent.lint_facts import Ran, note_canary
 
-    row = {"at": answer["ended"], "started": answer["started"], "verdict": answer["verdict"],
-           "old": list(plan.old), "new": list(plan.new)}
-    untold = note_canary(settings.state_dir, row)
+    untold = note_canary(settings.state_dir, Ran(answer["ended"], answer["verdict"], answer["started"],
+                                                 tuple(plan.old), tuple(plan.new)))
     if untold is not None:
         sys.stderr.write(f"tocsin: not written down for `tocsin lint`: {untold}\n")
 

@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -195,29 +196,35 @@ def changes(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def canaries(path: Path) -> list[dict[str, Any]]:
-    """What `tocsin canary` wrote down, as note_canary has it; a torn line is left out."""
+class Ran(msgspec.Struct, frozen=True):
+    """A canary, between the engines at these addresses. `at`: its end, unix s."""
+
+    at: float
+    verdict: str
+    started: float | None = None
+    old: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
+
+
+def canaries(path: Path) -> list[Ran]:
+    """What `tocsin canary` wrote down; a torn line is left out."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = path.read_bytes().splitlines()
     except OSError:
         return []
     found = []
     for line in lines:
-        try:
-            told = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(told, dict) and isinstance(told.get("at"), int | float) and isinstance(told.get("verdict"), str):
-            found.append(told)
+        with suppress(msgspec.MsgspecError):
+            found.append(msgspec.json.decode(line, type=Ran))
     return found
 
 
-def note_canary(folder: Path, row: Mapping[str, Any]) -> str | None:
+def note_canary(folder: Path, ran: Ran) -> str | None:
     """Write down how a canary ended, for lint; why it could not be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / CANARIES).open("a", encoding="utf-8") as out:
-            out.write(json.dumps(row) + "\n")
+        with (folder / CANARIES).open("ab") as out:
+            out.write(msgspec.json.encode(ran) + b"\n")
     except OSError as fault:
         return f"{folder / CANARIES}: {fault.strerror}"
     return None
@@ -327,10 +334,11 @@ def is_same(one: str, other: str) -> bool:
     return address_of(one) == address_of(other) or 0 != local_port(one) == local_port(other)
 
 
-def of_url(canaries_: Iterable[Mapping[str, Any]], url: str) -> list[dict[str, Any]]:
-    """The canaries that named this engine, with the "side" that it was on."""
-    return [{**one, "side": side} for one in canaries_ for side in ("old", "new")
-            if url and any(is_same(url, str(named)) for named in one.get(side) or ())]
+def of_url(ran: Iterable[Ran], url: str) -> list[dict[str, Any]]:
+    """The canaries that named this engine: {"started", "at", "verdict", "side" that it was on}."""
+    return [{"started": one.at if one.started is None else one.started, "at": one.at, "verdict": one.verdict,
+             "side": side} for one in ran for side, urls in (("old", one.old), ("new", one.new))
+            if url and any(is_same(url, named) for named in urls)]
 
 
 def others_addresses(target: Mapping[str, Any], targets: Sequence[Mapping[str, Any]], config: Config,

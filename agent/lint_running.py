@@ -107,20 +107,22 @@ def gray(facts: Facts) -> Verdict:
 
 def verdicts(changes: Sequence[Mapping[str, Any]], canaries: Sequence[Mapping[str, Any]],
              ) -> Iterator[tuple[Mapping[str, Any], set[str]]]:
-    """Each change with the verdicts of its canaries.
+    """Each change with the verdicts of its canaries."""
+    ats = [one["at"] for one in changes]
+    for before, one, after in zip([0.0, *ats], changes, [*ats[1:], float("inf")], strict=False):
+        yield one, {canary["verdict"] for canary in canaries if judges(canary, one["at"], before, after)}
 
-    A canary judges a change where this engine was new to it: it began after the change, ended within 7 days of it, and
-    before the next change. Where this engine was old, the change came to another first: it judges the next change
-    within 7 days.
+
+def judges(canary: Mapping[str, Any], change: float, before: float, after: float) -> bool:
+    """Whether a canary judged this change. `before`, `after`: when this engine changed the other times, unix s.
+
+    With this engine as new it ran between this change and the next, and ended within 7 days. With this engine as old
+    another had the change first: it ran between the change before and this one, and ended at most 7 days before it.
     """
-    for i, one in enumerate(changes):
-        before = changes[i - 1]["at"] if i else 0.0
-        after = changes[i + 1]["at"] if i + 1 < len(changes) else float("inf")
-        yield one, {c["verdict"] for c in canaries
-                    if (c["side"] == "new" and one["at"] <= c.get("started", c["at"]) and c["at"] < after
-                        and c["at"] - one["at"] <= CANARY_WITHIN_S)
-                    or (c["side"] == "old" and before < c["at"] <= one["at"]
-                        and one["at"] - c["at"] <= CANARY_WITHIN_S)}
+    began, ended = canary["started"], canary["at"]
+    if canary["side"] == "new":
+        return bool(change <= began and ended <= min(after, change + CANARY_WITHIN_S))
+    return bool(before <= began and change - CANARY_WITHIN_S <= ended <= change)
 
 
 def monitoring(facts: Facts) -> Verdict:

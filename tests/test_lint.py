@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import convert
 
 from agent import lint, lint_facts, lint_report, lint_running
 from agent.__main__ import main
@@ -327,10 +328,11 @@ def test_a_wrong_evidence_file_says_where(text: str, fault: str, tmp_path: Path)
 
 def test_canaries_are_written_down_and_read_past_a_torn_line(tmp_path: Path) -> None:
     """A power cut in the midst of a line costs that line."""
-    assert lint_facts.note_canary(tmp_path, {"at": 5.0, "verdict": "pass"}) is None
+    ran = lint_facts.Ran(5.0, "pass", 1.0, ("http://a:8000",), ("http://b:8000",))
+    assert lint_facts.note_canary(tmp_path, ran) is None
     with (tmp_path / lint_facts.CANARIES).open("a") as out:
         out.write('{"at": 6.0, "ver\n')
-    assert [one["at"] for one in lint_facts.canaries(tmp_path / lint_facts.CANARIES)] == [5.0]
+    assert lint_facts.canaries(tmp_path / lint_facts.CANARIES) == [ran]
 
 
 @pytest.mark.parametrize(("story", "row", "sides"), [
@@ -341,8 +343,9 @@ def test_canaries_are_written_down_and_read_past_a_torn_line(tmp_path: Path) -> 
 ])
 def test_a_canary_is_of_the_engines_that_it_named(story: str, row: dict[str, Any], sides: list[str]) -> None:
     """However their addresses were written."""
-    found = lint_facts.of_url([{"at": 5.0, "verdict": "pass", **row}], "http://127.0.0.1:8000")
-    assert [one["side"] for one in found] == sides, story
+    ran = convert({"at": 5.0, "verdict": "pass", **row}, lint_facts.Ran)
+    found = lint_facts.of_url([ran], "http://127.0.0.1:8000")
+    assert [(one["side"], one["started"]) for one in found] == [(side, 5.0) for side in sides], story
 
 
 @pytest.mark.parametrize(("story", "models", "asks", "address", "its"), [
