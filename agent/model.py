@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, Protocol
 
+from msgspec import Struct
+
 Severity = Literal["page", "ticket", "info"]
 SubjectKind = Literal["engine", "target", "gpu", "node", "group", "user", "workload", "source", "any"]
 SEVERITY_RANK: Mapping[str, int] = {"info": 0, "ticket": 1, "page": 2}
@@ -381,8 +383,7 @@ SAMPLES: Mapping[str, Kind] = {
 SignalState = Literal["value", "gap", "idle", "na"]
 
 
-@dataclass(frozen=True, slots=True)
-class Signal:
+class Signal(Struct, frozen=True):
     """What a rule compares. `low` and `high` bound an estimate: where they disagree about the limit it is undecided."""
 
     id: str
@@ -392,7 +393,7 @@ class Signal:
     value: float | None = None  # may be kept while idle, for display
     unit: str = ""
     method: str = "exact"
-    evidence: Mapping[str, Any] = field(default_factory=dict)
+    evidence: Mapping[str, Any] = {}
     why: str | None = None
     code: Why | None = None
     low: float | None = None

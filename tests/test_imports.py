@@ -35,7 +35,7 @@ WORLD = None
 MAY_IMPORT: dict[str, Row] = {
     # The nouns, and what only computes.
     "agent": Row(),
-    "agent.model": Row(),
+    "agent.model": Row("", "msgspec"),  # a Signal is made 480 times a tick: a Struct in 0.3 µs, a dataclass in 3.3
     "agent.retry_after": Row(),
     "agent.proxy": Row(),
     "agent.json_path": Row(),
