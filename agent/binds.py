@@ -383,10 +383,10 @@ def gpus_seen(scene: Scene, target: Target, start: float) -> list[GpuSeen]:
 
 def _gpu(scene: Scene, gpu: GpuFacts, start: float) -> GpuSeen:
     windows = scene.windows
-    reasons = [int(value) for _, value in windows.history(gpu.uuid, "gpu_throttle", start)]
+    reasons = list(map(int, windows.levels(gpu.uuid, "gpu_throttle", start)))
     hot, braked = (sum(bool(reason & bit) for reason in reasons) for bit in (HW_THERMAL, HW_POWER_BRAKE))
     held = sum(bool(reason & (HW_THERMAL | HW_POWER_BRAKE)) for reason in reasons)
-    busy = [value for _, value in windows.history(gpu.uuid, "gpu_util", start)]
+    busy = windows.levels(gpu.uuid, "gpu_util", start)
 
     def now(name: str) -> float | None:
         got = windows.latest(gpu.uuid, name, scene.now)

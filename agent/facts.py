@@ -24,15 +24,12 @@ def facts_of(scene: Scene, target: Target, engine: str, span_s: float = LONGEST_
         by = engine if own else next(iter(scene.tellers(target, name)), engine)
         return windows.increase(by, name, start, key=key) if key in windows.keys_now(by, name) else None
 
-    def level(name: str) -> list[float]:
-        return [value for _, value in windows.history(engine, name, start)]
-
     ttft_s, queue_s = (_ratio(rise(name, "sum"), rise(name, "count")) for name in ("ttft", "queue_time"))
     prompt = _ratio(rise("prompt_tokens"), rise("ttft", "count"))
     prefill_s = None if ttft_s is None or queue_s is None else max(0.0, ttft_s - queue_s)
     finished = windows.increases(engine, "finished", start)
     watched_s = windows.watched_s(engine, "running", start)
-    running, usage = level("running"), level("kv_usage")
+    running, usage = (windows.levels(engine, name, start) for name in ("running", "kv_usage"))
     gpus = [gpu for gpu in scene.gpus.values() if gpu.index in target.gpus]
     memory = [got.value for gpu in gpus
               if isinstance(got := windows.latest(gpu.uuid, "gpu_mem_total", now), Sample)]

@@ -163,7 +163,9 @@ def tellers(windows: Windows, target: Target, name: str) -> tuple[str, ...]:
 
     An engine that never told a word is blind; what the others tell is judged all the same.
     """
-    if len(target.engines) < 2 or target.name in target.engines or not windows.keys_now(target.name, name):
+    if len(target.engines) < 2:
+        return target.engines
+    if target.name in target.engines or not windows.keys_now(target.name, name):
         return tuple(engine for engine in target.engines if windows.track_of(engine, name)) or target.engines
     return (target.name,)
 
@@ -297,9 +299,11 @@ def stale(ask: Ask, name: str, value: float) -> Signal | None:
     if value <= 0 or ask.windows.moved_at(ask.subject, name, since) is not None:
         return None
     times = [at for at, _ in ask.windows.history(ask.subject, name, since)]
-    if not times or times[-1] - times[0] < STALE_S or progress_at(ask, ask.subject, since) is not None:
+    series = progress_series(ask, ask.subject)
+    if not times or times[-1] - times[0] < STALE_S or any(
+            ask.windows.moved_at(by, name, since, key) is not None for by, name, key in series):
         return None
-    if not progress_series(ask, ask.subject):  # nothing here could have moved
+    if not series:  # nothing here could have moved
         return None
     return ask.gap(Why.STALE, f"stands at {value:g} for {STALE_S:.0f} s while no counter moves")
 

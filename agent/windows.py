@@ -491,8 +491,10 @@ class Windows:
 
     def problem(self, subject: str, name: str, now: float, key: str | None = None) -> Gap | None:
         """Why `name` of `subject` is not told now; None when it is. `key`: whatever is wrong with its other series."""
+        return self._problem(self.track_of(subject, name), subject, name, now, key)
+
+    def _problem(self, track: Track | None, subject: str, name: str, now: float, key: str | None = None) -> Gap | None:
         gap = self.gaps.get((subject, name))
-        track = self.track_of(subject, name)
         if gap is not None and (key is None or gap.key in ("", key) or not self._tells(track, (name, subject, key))):
             return gap
         if track is None:
@@ -518,11 +520,11 @@ class Windows:
 
     def latest(self, subject: str, name: str, now: float, key: str = "") -> Sample | Gap:
         """The last number of a gauge, or why there is none."""
-        gap = self.problem(subject, name, now)
+        track = self.track_of(subject, name)
+        gap = self._problem(track, subject, name, now)
         if gap is not None:
             return gap
-        track = self.track_of(subject, name)
-        assert track is not None  # noqa: S101  (problem() has said so)
+        assert track is not None  # noqa: S101  (_problem has said so)
         column = track.columns.get((name, subject, key))
         if column is None or math.isnan(column[-1]):
             return Gap(name, subject, Why.MISSING, f"{name} of {subject} was not on the last page", now)
@@ -606,6 +608,15 @@ class Windows:
         return ((at, value) for at, value in zip(track.times[first:], column[first:], strict=True)
                 if not math.isnan(value))
 
+    def levels(self, subject: str, name: str, start: float) -> Sequence[float]:
+        """What a gauge stood at in each row since `start` that told it."""
+        track = self.track_of(subject, name)
+        column = None if track is None else track.columns.get((name, subject, ""))
+        if track is None or column is None:
+            return ()
+        recent = column[bisect_left(track.times, start):]
+        return [value for value in recent if not math.isnan(value)] if math.isnan(sum(recent)) else recent
+
     def highest(self, subject: str, name: str) -> float | None:
         """The most that a gauge has stood at in memory; None where it was never told."""
         track = self.track_of(subject, name)
@@ -652,13 +663,14 @@ class Windows:
         recent = column[bisect_left(track.times, since):]
         if not recent or recent.count(recent[-1]) == len(recent):  # nothing moved, and C has seen to it
             return None
-        later: tuple[float, ...] | None = None
-        for row in self.backward(subject, (name, key)):
-            if row[0] < since:
+        later_at, later = 0.0, NAN
+        for at, value in zip(reversed(track.times), reversed(column), strict=True):
+            if at < since:
                 break
-            if later is not None and row[1] != later[1]:
-                return later[0]
-            later = row
+            if not math.isnan(value):
+                if value != later and not math.isnan(later):
+                    return later_at
+                later_at, later = at, value
         return None
 
     def last_over(self, subject: str, name: str, limit: float) -> float | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from agent.hardware.history import Finding
@@ -394,7 +393,7 @@ def held_back(bit: int, what: str) -> Callable[[Ask], Signal]:
         if isinstance(got, Signal):
             return got
         window_s = ask.window_s()
-        reads = Counter(map(itemgetter(1), ask.windows.history(ask.subject, "gpu_throttle", ask.start())))
+        reads = Counter(ask.windows.levels(ask.subject, "gpu_throttle", ask.start()))
         held = sum(times for reasons, times in reads.items() if int(reasons) & bit)
         share = min(1.0, held * ask.windows.interval_s / window_s)
         text = f"{what} for {span(share * window_s)} of the last {span(round(window_s))}"
