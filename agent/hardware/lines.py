@@ -64,7 +64,10 @@ _SYSLOG = re.compile(
     r"(?:(?P<bsd>[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d)|(?P<iso>\d{4}-\d\d-\d\d[T ][\d:.,+Z-]{8,30}))"
     r" (?P<host>[^\s]{1,255}) (?P<tag>[^\s:\[]{1,64})(?:\[\d{1,10}\])?: "
 )
-_BARE = re.compile(r"(?:<(?P<pri>\d{1,3})>)?(?:kernel: )?(?:\[(?P<stamp>[^\]\n]{1,40})\] ?)?(?:kernel: )?")
+_CALLER = r"(?:\[ *[TC]\d{1,10}\] ?)?"  # the thread or CPU, where the kernel was built to tell (PRINTK_CALLER)
+_BARE = re.compile(
+    r"(?:<(?P<pri>\d{1,3})>)?(?:kernel: )?(?:\[(?P<stamp>[^\]\n]{1,40})\] ?" + _CALLER + r")?(?:kernel: )?"
+)
 
 
 def record_of(text: str, year: int = 1970) -> Record | None:
@@ -164,13 +167,13 @@ class Line:
 
 _XID = re.compile(
     rf"(?:NVRM|nvidia_dev_xid): Xid \((?:PCI:)?(?P<bdf>{_ADDRESS})"
-    r"(?: GPU-I:(?P<gi>\d{1,4}))?(?: GPU-CI:(?P<ci>\d{1,4}))?\): (?P<number>\d{1,5})(?:, ?|$)"
+    r"(?: GPU-I:(?P<gi>\d{1,4}))?(?: GPU-CI:(?P<ci>\d{1,4}))?\): (?P<number>\d{1,10})(?:[,:;.]? |,|$)"
 )
 _SXID = re.compile(rf"nvidia-nvswitch\d{{1,4}}: SXid \((?:PCI:)?(?P<bdf>{_ADDRESS})\): (?P<number>\d{{1,6}})(?:, ?|$)")
-_PROCESS = re.compile(r"pid=(?P<pid>\d{1,10}|'?<unknown>'?)(?:, name=(?P<name>[^,]{1,256}))?(?:, ?|$)")
+_PROCESS = re.compile(r"pid=(?P<pid>\d{1,10}|'?<unknown>'?)(?:, name=(?P<name>[^,]{0,256}))?(?:, ?|$)")
 _CAUSE = re.compile(r" caused by previous Xid (\d{1,5})\.?$")
 _NVLINK5 = re.compile(
-    r"(?P<unit>[A-Z][A-Z0-9_]{1,40}) (?P<severity>Fatal|Nonfatal) XC\d{1,3} i(?P<injected>\d)"
+    r"(?P<unit>[A-Z][A-Z0-9_]{1,40}) (?i:(?P<non>non-?)?fatal) XC\d{1,3} i(?P<injected>\d{1,3})"
     r" Link (?P<link>-?\d{1,4}) \((?P<words>0x[0-9A-Fa-f]{1,8}(?:,? 0x[0-9A-Fa-f]{1,8}){0,15})"
 )
 _NVLINK = re.compile(
@@ -178,8 +181,8 @@ _NVLINK = re.compile(
     r"\((?P<words>0x[0-9A-Fa-f]{1,8}(?:, ?0x[0-9A-Fa-f]{1,8}){0,15})"
 )
 _RECOVERY = re.compile(
-    r"GPU recovery action changed from 0x(?P<before>[0-9A-Fa-f]{1,4}) \([^()]{0,80}\)"
-    r" to 0x(?P<now>[0-9A-Fa-f]{1,4}) \([^()]{0,80}\)"
+    r"GPU recovery action changed from 0x(?P<before>[0-9A-Fa-f]{1,4})(?: \([^\n]{0,80}?\))?"
+    r" to 0x(?P<now>[0-9A-Fa-f]{1,4})(?= |$)"
 )
 _MORE = re.compile(r"Severity \d|Data \{")
 _SEVERITY = re.compile(r"(?P<severity>Fatal|Non-fatal|Correctable)(?:, ?|$)")
@@ -227,7 +230,7 @@ def _xid(found: re.Match[str], rest: str) -> Line:
         line = replace(
             line,
             pid=int(process["pid"]) if process["pid"].isdigit() else None,
-            process=None if name is None or name.strip("'") == "<unknown>" else name,
+            process=None if not name or name.strip("'") == "<unknown>" else name,
         )
     cause = _CAUSE.search(rest[-60:])
     line = replace(line, text=rest, caused_by=None if cause is None else int(cause[1]))
@@ -243,9 +246,9 @@ def _nvlink5(line: Line, found: re.Match[str]) -> Line:
     return replace(
         line,
         unit=found["unit"],
-        fatal=found["severity"] == "Fatal",
+        fatal=found["non"] is None,
         link=int(found["link"]),
-        injected=found["injected"] != "0",
+        injected=int(found["injected"]) != 0,
         words=words,
         subcode=words[0] >> 20 & 0x3F,
     )
