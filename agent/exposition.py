@@ -580,7 +580,9 @@ class _Scan:
         page = self.page
         if len(page.series) + len(page.duplicates) >= self.max_series:
             raise PageError(f"more than {self.max_series} samples of the families asked for", Why.TOO_LARGE)
-        slot = self._seen.setdefault((series.name, frozenset(series.labels.items())), len(page.series))
+        labels = series.labels
+        told = labels.items() if all(labels.values()) else [(k, v) for k, v in labels.items() if v]  # "" is not there
+        slot = self._seen.setdefault((series.name, frozenset(told)), len(page.series))
         if slot == len(page.series):
             page.series.append(series)
             return

@@ -129,6 +129,26 @@ def test_c028_a_page_with_only_the_mean_per_request_has_no_itl() -> None:
     assert gap(first(page), "itl").code is Why.MISSING
 
 
+def test_c024_a_native_histogram_is_told_as_one_and_not_as_nothing_counted_yet() -> None:
+    """Its buckets are not judged: a Gap that says so on every page, also where it comes in the middle."""
+    native = 'vllm:time_to_first_token_seconds{engine="0"} {count:2,sum:3,schema:1,zero_threshold:0.1,zero_count:2}\n'
+    lines = '# TYPE vllm:time_to_first_token_seconds histogram\nvllm:num_requests_running{engine="0"} 1\n'
+    reader = PageReader("t")
+
+    assert not [r for r in read(reader, lines) if r.name == "ttft"]
+    for page in (lines + native, lines + native.replace("count:2", "count:3")):
+        missing = gap(read(reader, page), "ttft")
+        assert (missing.code, "is a native histogram" in missing.why) == (Why.MISSING, True)
+
+
+def test_an_empty_label_is_none() -> None:
+    """`engine=""` is an engine without an index, not one that is called nothing."""
+    reader = PageReader("t")
+
+    assert value(read(reader, 'vllm:num_requests_running{engine="",model_name="m"} 1\n'), "running") == 1
+    assert facts(reader).engines == ("t",)
+
+
 def test_c030_waiting_by_reason_is_a_breakdown_and_not_added() -> None:
     """Six requests waited; with the breakdown added they were twelve."""
     page = """vllm:num_requests_running 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from functools import lru_cache, partial
 from itertools import chain, repeat
 from operator import le
@@ -33,7 +33,7 @@ from agent.engines import (
     spellings,
     with_patterns,
 )
-from agent.exposition import BadLine, Page, Reader, Series
+from agent.exposition import Page, Reader, Series
 from agent.model import SAMPLES, EngineFacts, Found, Gap, Sample, Why
 
 _SAMPLE_OF = partial(tuple.__new__, Sample)  # a third of the time of Sample(...), for many
@@ -229,7 +229,7 @@ class PageReader:
         if plan is not None and page.families is plan.families and not page.bad and not plan.had_bad:
             return self._replan(page, restarted=True) if self._is_restarted(page, plan.starts) else plan
         restarted = self._is_restarted(page, self._starts(page.series))
-        layout = [(series.name, series.labels) for series in page.series]
+        layout = _layout(page)
         if plan is None or restarted or page.bad or plan.had_bad or not _is_same(plan, page, layout):
             return self._replan(page, restarted)
         self._plan = plan._replace(families=page.families)
@@ -356,7 +356,7 @@ class PageReader:
             self._places.clear()
             self._gone.clear()
         names = self._resolve(page, restarted)
-        layout = [(series.name, series.labels) for series in page.series]
+        layout = _layout(page)
         if names is None:
             facts, holes = self._not_understood(page)
             plan = _Plan(page.families, layout, bool(page.bad), [], _columns([]), [], [], holes, (), None, facts)
@@ -467,7 +467,7 @@ class PageReader:
                 _from_values(slot, quantity, group, names, plus, ones, many)
         fixed += [((name, subject, ""), 0.0) for name, had in names.quantities.items()
                   if isinstance(had, Absent) and had.is_zero for subject in self._owners(names, name, subjects)]
-        holes += self._holes(names, set(slots), subjects, page.bad)
+        holes += self._holes(names, set(slots), subjects, page)
         self._expected |= set(slots)
         facts = self._say(page, names, subjects, slots, holes)
         starts = self._starts(page.series)
@@ -518,12 +518,12 @@ class PageReader:
         return (self.target,) if of_all else tuple(subjects.values())
 
     def _holes(
-        self, names: Names, slots: set[SlotKey], subjects: Mapping[str, str], bad: Sequence[BadLine]
+        self, names: Names, slots: set[SlotKey], subjects: Mapping[str, str], page: Page
     ) -> Iterator[_Hole]:
         """A Gap for all that should stand on this page and does not."""
         told = {(name, subject) for name, subject, _ in slots}
         seen = {subject for _, subject in told}
-        spoilt = _spoilt(names, bad)
+        spoilt = _spoilt(names, page, {name for name, _ in told})
         keys, known = defaultdict(list), {slot[1] for slot in self._expected}
         for name, subject, key in sorted(self._expected - slots):
             keys[name, subject].append(key)
@@ -546,7 +546,7 @@ class PageReader:
                     gone = [""]  # we cannot know which
                 code, why = Why.MISSING, f"{had.family} is gone from the page"
                 if name in spoilt:
-                    code, why = Why.BAD_LINE, spoilt[name]
+                    code, why = spoilt[name]
                 elif subject != self.target and subject not in seen:
                     why = f"engine {subject} is {'gone from' if subject in known else 'not on'} the page"
                 for key in gone:
@@ -626,6 +626,11 @@ def _between(indices: Iterable[str]) -> list[str]:
     return [str(i) for i in range(min(known), max(known)) if i not in known]
 
 
+def _layout(page: Page) -> list[tuple[str, Mapping[str, str]]]:
+    """What stands on a page and in which order: as long as it stays, so does the plan."""
+    return [*((one.name, one.labels) for one in page.series), *((one.name, one.labels) for one in page.natives)]
+
+
 def _is_same(plan: _Plan, page: Page, layout: list[tuple[str, Mapping[str, str]]]) -> bool:
     return plan.families == page.families and plan.layout == layout
 
@@ -691,7 +696,7 @@ def _members(series: Sequence[Series], names: Names) -> Iterator[_Member]:
             key = take.key_of(labels)
             if key is None or any(labels.get(label) for label in breakdowns):
                 continue
-            index = next((labels[label] for label in names.map.engine_labels if label in labels), None)
+            index = next((labels[label] for label in names.map.engine_labels if labels.get(label)), None)
             apart = (("", written), *sorted((k, v) for k, v in labels.items() if k not in copies))
             yield _Member(i, take.name, key, index, apart, one, take.is_over)
 
@@ -811,14 +816,19 @@ def _groups(members: Iterable[_Member]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(group) for group in groups.values())
 
 
-def _spoilt(names: Names, bad: Sequence[BadLine]) -> dict[str, str]:
-    """Quantities that a line which does not parse belongs to, with what is wrong with it."""
-    out: dict[str, str] = {}
-    for line in bad:
+def _spoilt(names: Names, page: Page, told: Collection[str]) -> dict[str, tuple[Why, str]]:
+    """Quantities that a line which is not used belongs to, with what is wrong with it. `told`: what others tell."""
+    out: dict[str, tuple[Why, str]] = {}
+    natives = {normalise(one.name) for one in page.natives}
+    for name, had in names.quantities.items():
+        if isinstance(had, Chosen) and name not in told and normalise(had.family) in natives:
+            why = f"{had.family} is a native histogram on this page, which is not judged: have it write classic buckets"
+            out[name] = (Why.MISSING, why)
+    for line in page.bad:
         if line.name is None:
             continue
         written = normalise(line.name)
         for name, had in names.quantities.items():
             if isinstance(had, Chosen) and any(written == part for part, _ in _parts(name, had)):
-                out.setdefault(name, str(line))
+                out.setdefault(name, (Why.BAD_LINE, str(line)))
     return out
