@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent.scaling import IN_FOR_S, IN_S, OUT_S
-from agent.words import quantity, span
+from agent.words import quantity, span, warm_pool
 
 FITS = 0.8  # checklist 1: share of a GPU's memory that weights may take
 TIGHT = 0.7
@@ -424,7 +424,8 @@ def autoscaling(*, startup_s: float, spike_per_s: float | None = None, replica_p
                 queue_age_s: float | None = None, intervals: int = 3, cold_start_ok: bool = False) -> Advice:
     """When to scale, and how many stand ready. `startup_s`: image + weights + graphs + warm-up + health, end to end.
 
-    `spike_per_s`: requests that a spike brings beyond what is there; `replica_per_s`: what one replica finishes.
+    `spike_per_s`: requests at a spike's height, all that come; `replica_per_s`: what one replica finishes.
+    `queue_age_s`: now, at one look: a spike of one asks for nothing.
     """
     why = [f"a replica takes {span(startup_s)} to start: no reaction is faster"]
     numbers: dict[str, Any] = {"startup_s": startup_s, "scale_out_queue_age_s": OUT_S,
@@ -434,17 +435,18 @@ def autoscaling(*, startup_s: float, spike_per_s: float | None = None, replica_p
     if spike_per_s is not None and replica_per_s:
         pool = math.ceil(spike_per_s / replica_per_s - 1e-9)
         numbers |= {"warm_pool": pool, "spike_per_s": spike_per_s, "replica_per_s": replica_per_s}
-        why.append(f"shorter spikes must meet a warm pool: {spike_per_s:.3g} ÷ {replica_per_s:.3g} requests/s ="
-                   f" {pool} replicas")
+        said = warm_pool(spike_per_s, replica_per_s, pool)
+        why.append(said[0].lower() + said[1:])
         warm = f", {pool} warm"
     out, back = f"over {span(OUT_S)}", f"under {span(IN_S)} for {span(IN_FOR_S)}"
-    why += [f"out: queue age {out} in {intervals} intervals in a row; never by GPU utilization, it trails",
+    by = f"queue age {out}, TTFT rising or more waiting than free KV slots"
+    why += [f"out: {by}, in {intervals} intervals in a row; never by GPU utilization, it trails",
             f"in: queue age {back}; in doubt slower: each flap costs a start",
             "down to none: every first user waits for a start" if cold_start_ok else "never down to none"]
     now = ""
     if queue_age_s is not None:
         numbers["queue_age_s"] = queue_age_s
-        state = "out" if queue_age_s > OUT_S else "in, if it lasts" if queue_age_s < IN_S else "as it is"
+        state = "out, if it lasts" if queue_age_s > OUT_S else "in, if it lasts" if queue_age_s < IN_S else "as it is"
         now = f"; now {span(queue_age_s)}: {state}"
     return Advice("autoscaling", "scale-on-queue-age", f"by queue age: out {out}, in {back}{warm}{now}", why, numbers)
 

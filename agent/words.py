@@ -285,6 +285,12 @@ def binds_lines(rows: Sequence[Row], at: float | None) -> list[str]:
     return lines
 
 
+def warm_pool(spike_per_s: float, replica_per_s: float, replicas: int) -> str:
+    """How many replicas must stand ready for a spike (checklist 9, step 3), in one wording wherever it is said."""
+    return (f"A spike shorter than a start must meet a warm pool: {spike_per_s:.3g} requests/s at its height ÷"
+            f" {replica_per_s:.3g} of a replica = {replicas} in all")
+
+
 def scaling_lines(rows: Sequence[Row]) -> list[str]:
     """Who needs a replica more or can spare one, by which number, and how soon a new one helps."""
     said = []
@@ -294,7 +300,7 @@ def scaling_lines(rows: Sequence[Row]) -> list[str]:
         wish = "one replica more" if row["out"] else "one replica fewer"
         by = "the slowest start seen" if row["starts_seen"] else "assumed, no start was seen"
         helps = f" A new one helps after {span(row['startup_s'])} ({by})." if row["out"] else ""
-        pool = f" Its highest load of a day takes {row['warm_pool']} replicas, sooner than one starts." \
+        pool = f" {warm_pool(row['peak_per_s'], row['served_per_s'], row['warm_pool'])}." \
             if row["out"] and (row["warm_pool"] or 0) > 1 else ""
         said.append(clean(f"Advice for {row['subject']}: {wish}: {row['why']}.{helps}{pool}"))
     return said

@@ -127,7 +127,7 @@ def test_atlas_s_short_prompts_stay_colocated() -> None:
         replicas=2, prefix_reuse=True, prefill_saved_s=0.5, longer_wait_s=0.45, telemetry_age_s=0.1), "hybrid",
      "go elsewhere"),
     ("a spike", lambda: advise.autoscaling(startup_s=300, spike_per_s=24, replica_per_s=6), "scale-on-queue-age",
-     "24 ÷ 6 requests/s = 4 replicas"),
+     "24 requests/s at its height ÷ 6 of a replica = 4 in all"),
 ])
 def test_each_way_a_checklist_can_go(story: str, decide: Callable[[], advise.Advice], decision: str, told: str) -> None:
     """The seed's limits, on their right side: 0.8, 15 %, 50 and 70 %, 16, 32 and 64, one point."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent import scaling
+from agent import advise, scaling
 from agent.model import Batch, EngineFacts
 from agent.node import Node
 from agent.scaling import Advice, Seen, asking, from_plain, look, met, to_plain
@@ -134,6 +134,16 @@ def test_the_warm_pool(peak: float, served: float | None, pool: int | None) -> N
     """Checklist 9, step 3: peak_spike_requests / per_replica_throughput, rounded up."""
     known = look(Advice(), Seen(0.1, arrived_per_s=peak, served_per_s=served), T0)
     assert known.warm_pool == pool
+
+
+def test_a_spike_is_the_same_to_the_checklist_and_to_the_metric() -> None:
+    """24 requests/s at 7 a replica: 3.4, so 4 in all. One look at 2.5 s asks for nothing: advise said "out"."""
+    (line,) = scaling_lines([scaling.row("llama", Advice(out=True, why="w", peak_per_s=24.0, served_per_s=7.0))])
+    said = "spike shorter than a start must meet a warm pool: 24 requests/s at its height ÷ 7 of a replica = 4 in all"
+    decided = advise.autoscaling(startup_s=300.0, spike_per_s=24.0, replica_per_s=7.0, queue_age_s=2.5)
+    assert (said in line, f"a {said}" in decided.why) == (True, True)
+    assert decided.answer.endswith("; now 2.5 s: out, if it lasts")
+    assert look(Advice(), Seen(queue_age_s=2.5), T0).out is False
 
 
 def test_a_spike_is_forgotten_after_a_day() -> None:

@@ -129,10 +129,10 @@ def _gpu_families(report: Mapping[str, Any]) -> Iterator[Metric]:
 
 # key of a row of `check`'s scaling -> metric, and what it says
 SCALING: Mapping[str, tuple[str, str]] = {
-    "out": ("tocsin_scale_out", "1 while one replica more is advised, by queue age, TTFT or free KV slots"),
+    "out": ("tocsin_scale_out", "1 while one replica more is advised, by queue age, TTFT or KV slots, thrice in a row"),
     "in": ("tocsin_scale_in", "1 while one replica fewer is advised: a short queue for ten minutes"),
     "startup_s": ("tocsin_scale_startup_seconds", "Slowest start seen of late, from process to first page; else 300"),
-    "warm_pool": ("tocsin_scale_warm_pool_replicas", "Replicas that take the highest load of a day of this one"),
+    "warm_pool": ("tocsin_scale_warm_pool_replicas", "Replicas, in all, for the highest minute of a day of this one"),
 }
 
 
