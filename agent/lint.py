@@ -33,7 +33,8 @@ PRINCIPLES: tuple[Principle, ...] = (
               "A step of the engine serves all sequences in it. More of them a step raise tokens a second and lengthen"
               " each one's wait; one number cannot serve both. Declare which comes first, then hold the number of"
               f" sequences to it: up to {LATENCY_SEQS} where a person waits, {THROUGHPUT_SEQS} and more where nobody"
-              " does."),
+              " does. The seed has chunked prefill and drafting on for the one and off for the other; chunks that are"
+              " on are no fault here: vLLM warns against turning them off. Of drafting, principle 7 has more."),
     Principle(2, "memory budget first", memory,
               "Weights, the KV cache of all sequences at full length, and temporaries must fit with 20 % to spare."
               " The KV bytes of a token are 2 × layers × KV heads × head size × bytes of a number. The seed's worked"

@@ -36,6 +36,7 @@ class Facts:
     binds: Mapping[str, Any] | None = None
     signals: Sequence[Mapping[str, Any]] | None = None
     lost: Sequence[str] = ()  # required numbers that cannot be had
+    strangers: Sequence[str] = ()  # addresses at which users' waits are measured, of other models or nobody knows which
     changes: Sequence[Mapping[str, Any]] | None = None
     watched_since: float | None = None
     canaries: Sequence[Mapping[str, Any]] = ()

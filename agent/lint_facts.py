@@ -122,17 +122,14 @@ def look(config: Config, urls: Sequence[str], *, profile: Profile | None = None,
             continue
         of = _target(target, here, config, profile)
         for engine in target["engines"]:
-            facts = replace(of, engine=engine, numbers=target["facts"].get(engine) or {}, now=now, evidence=_of_engine(
-                on_file, engine), url=target["url"] or "", canaries=of_url(
-                canaries(config.state_dir / CANARIES), target["url"] or ""), binds=next(
-                (row for row in target["binds"] if row["engine"] == engine), None))
+            facts = replace(
+                of, engine=engine, numbers=target["facts"].get(engine) or {}, now=now, url=target["url"] or "",
+                evidence=_of_engine(on_file, engine),
+                canaries=of_url(canaries(config.state_dir / CANARIES), target["url"] or ""),
+                binds=next((row for row in target["binds"] if row["engine"] == engine), None))
             if checked is not None:
-                facts = replace(facts, signals=_rows(checked["signals"], engine, target["target"], told["gpus"],
-                                                     others_addresses(target, told["targets"], config)),
-                                drills=drills, changes=changes(target["configs"]),
-                                watched_since=target["configs"][0]["at"] if target["configs"] else None)
-            if checked is not None and not target["configs"]:
-                facts = replace(facts, changes=None)
+                facts = _watched(facts, target, told, checked["signals"], config)
+                facts = replace(facts, drills=drills)
             found.append((_head(target, engine), facts))
     return Looked(found, errors)
 
@@ -164,13 +161,18 @@ def _target(target: Mapping[str, Any], here: Sequence[Process], config: Config, 
                  float(context) if context.isdigit() else None, lost=lost)
 
 
-def _rows(signals: Iterable[Mapping[str, Any]], engine: str, target: str, gpus: Sequence[Mapping[str, Any]],
-          not_its: Callable[[str], bool]) -> list[Mapping[str, Any]]:
-    """The rows of `check` that are about this engine, or about what all share."""
-    own, uuids = {engine, target}, {gpu["uuid"] for gpu in gpus}
-    return [row for row in signals if row["subject"] in own or row["subject"] in uuids
-            or str(row["rule"]).startswith("business-")
-            or (str(row["rule"]).startswith(("user-", "outside-")) and not not_its(str(row["subject"])))]
+def _watched(facts: Facts, target: Mapping[str, Any], told: Mapping[str, Any], signals: Sequence[Mapping[str, Any]],
+             config: Config) -> Facts:
+    """With what the agent sees and remembers: the rows of `check` of this engine, or of what all share; its changes."""
+    own = {facts.engine, target["target"], *(gpu["uuid"] for gpu in told["gpus"])}
+    users = [row for row in signals if str(row["rule"]).startswith(("user-", "outside-"))]
+    is_its = address_of_its(target, told["targets"], config)
+    its = {str(row["subject"]) for row in users if is_its(str(row["subject"]))}
+    configs = target["configs"]
+    return replace(
+        facts, strangers=sorted({str(row["subject"]) for row in users} - its),
+        signals=[row for row in signals if row["subject"] in own | its or str(row["rule"]).startswith("business-")],
+        changes=changes(configs) if configs else None, watched_since=configs[0]["at"] if configs else None)
 
 
 def _of_engine(on_file: Mapping[str, Evidence], engine: str) -> dict[str, Any]:
@@ -341,18 +343,18 @@ def of_url(ran: Iterable[Ran], url: str) -> list[dict[str, Any]]:
             if url and any(is_same(url, named) for named in urls)]
 
 
-def others_addresses(target: Mapping[str, Any], targets: Sequence[Mapping[str, Any]], config: Config,
-                     ) -> Callable[[str], bool]:
-    """Whether what is measured at an address is not of this target.
+def address_of_its(target: Mapping[str, Any], targets: Sequence[Mapping[str, Any]], config: Config,
+                   ) -> Callable[[str], bool]:
+    """Whether what is measured at an address is of this target.
 
-    Another engine's own is not; one that users use is where all engines here serve this model, or the canary names it.
+    Its own is; another's own is not; one that users use is where all here serve this model, or the canary names it.
     """
     models = {one["model"] for one in targets} if config.probe.canary.model is None else {config.probe.canary.model}
     foreign = [one["url"] for one in targets if one is not target and one["url"]]
 
-    def not_its(address: str) -> bool:
+    def is_its(address: str) -> bool:
         if target["url"] and is_same(address, target["url"]):
-            return False
-        return models != {target["model"]} or any(is_same(address, url) for url in foreign)
+            return True
+        return models == {target["model"]} and not any(is_same(address, url) for url in foreign)
 
-    return not_its
+    return is_its

@@ -13,6 +13,7 @@ STREAMED = 0.9  # ours: the seed says "default to streaming"
 DAY_S = 86400.0
 MONTH_S = 31 * DAY_S  # principle 10: drills are monthly; ours: so long a change without a canary is told of
 CANARY_WITHIN_S = 7 * DAY_S  # ours: a gray release of four days, and a weekend
+CANARY = "probe: {canary: {urls: [the address that its users use, its own], model: the one that it serves}}"
 FAULTS: Mapping[str, tuple[str, ...]] = {  # principle 10: the four that are drilled at least
     "a crash": ("process-kill", "pod-kill", "engine-hang"), "a GPU failure": ("gpu-reset",),
     "a network partition": ("packet-loss",), "an upstream timeout": ("upstream-timeout",)}
@@ -35,15 +36,20 @@ def hops(facts: Facts) -> Verdict:
                        " and send text")
     told = measured(facts, "outside-engine", "outside-engine-whole")
     if told is None:
-        return cannot("nobody measures what users wait outside the engine",
-                      would_tell="probe.canary: {urls: [the address that users use]} in tocsin.yaml: end-to-end minus"
-                                 " in-engine")
+        return cannot(["nobody measures what users of it wait outside the engine", *_strangers(facts)],
+                      would_tell=f"{CANARY} in tocsin.yaml: end-to-end minus in-engine")
     said = f"users wait {span(told['value'])} outside the engine ({told['rule']}, end-to-end minus in-engine)"
     if told["value"] >= HOP_S:
         return at_odds(said, costs=f"{span(told['value'])} on every first token; {span(HOP_S)} more than double a"
                        " p99 of a lightly loaded service", change="tokenizer, template and filter into the engine's"
                        " service; else on its host; look at the proxies in between")
     return kept(said)
+
+
+def _strangers(facts: Facts) -> list[str]:
+    """Where somebody measures, and not for this engine as far as is known."""
+    return [f"measured at {', '.join(facts.strangers)}: of another engine, or nobody says of which model"
+            ] if facts.strangers else []
 
 
 def streaming(facts: Facts) -> Verdict:
@@ -177,6 +183,5 @@ def end_to_end(facts: Facts) -> Verdict:
         own = [] if inside is None else [f"in-engine: a mean TTFT of {span(inside)}"]
         told = outside.get("text") or quantity(outside["value"], outside["unit"])
         return kept(f"end to end: {outside['rule']} is {told}", *own)
-    return at_odds("only the engine's own numbers are known, none from the users' side",
-                   costs="a slow proxy, tokenizer or client is not seen by anybody",
-                   change="probe: {canary: {urls: [the address that users use]}} in tocsin.yaml")
+    return at_odds(["only the engine's own numbers are known, none from the users' side", *_strangers(facts)],
+                   costs="a slow proxy, tokenizer or client is not seen by anybody", change=f"{CANARY} in tocsin.yaml")

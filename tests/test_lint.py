@@ -164,6 +164,11 @@ def of_kind(kind: str, options: dict[str, str] | None = None, **more: Any) -> Fa
     ("SGLang drafts", 7, of_kind("sglang", {"speculative-algorithm": "EAGLE", "max-running-requests": "64"}), "at odds",
      "turn speculative decoding off, or send small batches to a replica of their own (--max-running-requests 16)"),
     ("vLLM's short names", 7, facts({"max-num-seqs": "64", "spec-method": "ngram"}), "at odds", "drafting is a loss"),
+    # Principles 3 and 12: a canary of another model is none.
+    ("another model's users", 12, facts(signals=[], strangers=["https://qwen.internal"]), "at odds",
+     "measured at https://qwen.internal: of another engine"),
+    ("another model's users", 3, facts(signals=[], strangers=["https://qwen.internal"]), "cannot tell",
+     "model: the one that it serves"),
     # Principle 10: a rank that is slow is no GPU that is lost.
     ("slow-rank", 10, facts(drills=[*(one for one in ALL_DRILLS if one["fault"] != "gpu-reset"), drill("slow-rank")]),
      "at odds", "not drilled: a GPU failure"),
@@ -362,7 +367,7 @@ def test_a_canary_tells_of_the_engines_that_serve_its_model(story: str, models: 
     """A gateway before another model says nothing of what users of this one wait for."""
     targets = [{"model": model, "url": f"http://127.0.0.1:{8000 + n}"} for n, model in enumerate(models)]
     config = Config(probe=ProbeConfig(canary=CanaryConfig(model=asks)))
-    assert lint_facts.others_addresses(targets[0], targets, config)(address) is not its, story
+    assert lint_facts.address_of_its(targets[0], targets, config)(address) is its, story
 
 
 def test_nobody_s_default_is_a_declaration() -> None:
@@ -391,6 +396,12 @@ def test_an_engine_that_is_away_is_not_fine(
     assert (ended.value.code, json.loads(capsys.readouterr().out)["verdict"]) == (code, verdict), story
 
 
+def target_at(port: int, model: str) -> dict[str, Any]:
+    """One of `doctor`'s, with one engine."""
+    return {"target": model, "url": f"http://127.0.0.1:{port}", "kind": "vllm", "model": model, "error": None,
+            "engines": [model], "found": [], "configs": [], "facts": {}, "binds": []}
+
+
 @pytest.mark.parametrize("words", [
     "python -m sglang.launch_server --model-path {} --port 30000",
     "text-generation-launcher --model-id {} --port 30000",
@@ -400,11 +411,22 @@ def test_the_model_s_folder_is_found_by_what_each_engine_calls_it(
         words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it nobody can tell what the weights take, and whether they are quantized."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
-    url = "http://127.0.0.1:30000"
-    target: dict[str, Any] = {"target": "a", "url": url, "kind": "sglang", "model": "m", "error": None,
-                              "engines": ["a"], "found": [], "configs": [], "facts": {}, "binds": []}
-    monkeypatch.setattr(lint_facts, "doctor", lambda *_, **__: {"targets": [target], "gpus": []})
+    monkeypatch.setattr(lint_facts, "doctor", lambda *_, **__: {"targets": [target_at(30000, "m")], "gpus": []})
     monkeypatch.setattr(lint_facts, "processes", lambda _: [Process(2**30, tuple(words.format(tmp_path).split()))])
     monkeypatch.setattr(lint_facts, "_text", lambda _: "")
-    ((_, found),) = lint_facts.look(Config(), [url]).engines
-    assert (found.model, found.url) == (LLAMA_70B, url)
+    ((_, found),) = lint_facts.look(Config(), ["http://127.0.0.1:30000"]).engines
+    assert (found.model, found.url) == (LLAMA_70B, "http://127.0.0.1:30000")
+
+
+def test_what_the_agent_measures_for_one_model_is_not_told_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway before llama is watched; of qwen nobody knows what its users wait for."""
+    gateway = "https://llm.internal"
+    told = {"/doctor": {"targets": [target_at(30000, "llama"), target_at(30001, "qwen")], "gpus": []},
+            "/check": {"signals": [{**row("outside-engine", 0.004), "subject": gateway}, row("ttft-p99", 0.2)]}}
+    monkeypatch.setattr(lint_facts, "ask", lambda _, path: told[path])
+    monkeypatch.setattr(lint_facts, "_text", lambda _: "")
+    config = Config(probe=ProbeConfig(canary=CanaryConfig(model="llama")))
+    llama, qwen = (found for _, found in lint_facts.look(config, []).engines)
+    assert (finding(3, llama)["verdict"], llama.strangers) == ("kept", [])
+    assert (finding(3, qwen)["verdict"], finding(12, qwen)["verdict"], qwen.strangers) == (
+        "cannot tell", "at odds", [gateway])
