@@ -12,6 +12,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -400,10 +401,8 @@ class Agent:
     def _save(self, now: float, transitions: Sequence[Transition], notices: Sequence[tuple[str, AlertMessage]],
               frames: Sequence[FrameRow], layouts: Sequence[LayoutRow], learned: msgspec.Raw,
               kept: Sequence[Mapping[str, Any]]) -> None:
-        try:
+        with suppress(NotSaved):  # the store says so, and writes what matters next time; pages go out all the same
             self.store.commit_tick(now, self.node.book, transitions, notices, frames, layouts, kept)
-        except NotSaved as error:  # the store keeps what matters and writes it next time; pages go out all the same
-            log.error("tick_not_saved", error=str(error))  # noqa: TRY400  (its text is the whole story)
         try:
             self.store.set_meta("learned", learned)
             if not 0 <= now - self._pruned_at <= PRUNE_EVERY_S:  # also when the clock has stepped back
@@ -792,6 +791,10 @@ class Agent:
         """One row a source."""
         return [SourceStat(name, slot.last.took_s if slot.last else None, slot.errors)
                 for name, slot in self.collector.slots.items()]
+
+    def saved(self) -> bool:
+        """Whether all that was judged and is owed would outlive this process."""
+        return self.store.problem is None
 
     def outbox_counts(self) -> Mapping[str, Mapping[str, int]]:
         """Notices by channel and state."""

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -141,9 +141,12 @@ class Store:
         self._is_open = True
         self._in_memory = False
         self._guard = -1
+        self._said: set[str] = set()  # problems that the log has been told of since all was saved last
+        self._device = _device_of(path)  # of the file system on which we began
         try:
             try:
                 self._guard = _claim(path)
+                self._device = _device_of(path)
                 self._db = self._open()
             except StoreError as error:
                 if not _takes_no_write(error.__cause__):
@@ -160,10 +163,9 @@ class Store:
         with self._lock:
             if not self._is_open:
                 return
-            try:
-                self._save([], [])
-            except NotSaved as error:
-                log.warning("database_not_saved", error=str(error))
+            if self._in_memory:  # the last chance
+                self._move_to_disk()
+            self._save_quietly([])
             self._db.close()
             if self._guard >= 0:
                 os.close(self._guard)
@@ -189,6 +191,7 @@ class Store:
         with self._lock:
             if self._in_memory:
                 self._move_to_disk()
+                self._tell_problem()
             owed = [self._owe(now, channel, message) for channel, message in notices]  # first: whatever fails below
             durable: list[_Row] = [("INSERT OR REPLACE INTO layouts VALUES(?,?,?)", tuple(row)) for row in layouts]
             durable += [self._transition_row(change) for change in transitions]
@@ -430,11 +433,9 @@ class Store:
         return _ADD_TRANSITION, (number, change.at, change.kind, alert.rule, alert.subject, *values)
 
     def _save_quietly(self, durable: list[_Row], soft: Sequence[_Row] = ()) -> None:
-        """As _save, for callers who have nothing better to do than wait: `problem` tells."""
-        try:
+        """As _save, for callers who have nothing better to do than wait: `problem` tells, and the log once."""
+        with suppress(NotSaved):
             self._save(durable, soft)
-        except NotSaved as error:
-            log.warning("database_not_saved", error=str(error))
 
     def _save(self, durable: list[_Row], soft: Sequence[_Row], book: Book | None = None, *, sync: bool = False) -> None:
         """One transaction: what still waits, `durable`, `soft`, and what is new in `book`.
@@ -450,14 +451,16 @@ class Store:
                 self._write([*self._unsaved, *left, *soft, *_book_rows(self._saved, book)],
                             sync=sync or bool(self.problem))
             except sqlite3.DatabaseError as error:
-                if _code(error) not in _BROKEN:
+                if _code(error) in _BROKEN:
+                    self._begin_afresh(error)
+                elif not self._leave_disk():
                     raise
-                self._begin_afresh(error)
                 self._write([*self._unsaved, *left, *soft, *_book_rows(self._saved, book)], sync=True)
         except (sqlite3.OperationalError, StoreError) as error:
             self.problem = _unsaved_text(self.path, error)
             if book is not None:
                 self._left = list(soft) or left
+            self._tell_problem()
             raise NotSaved(self.problem) from error
         except Exception:
             # A row that SQLite cannot take is a fault of ours: it must not come back with every later tick.
@@ -469,6 +472,16 @@ class Store:
             self._saved = book
         if self._left is None and not self._in_memory:
             self.problem = None
+        self._tell_problem()
+
+    def _tell_problem(self) -> None:
+        """What is wrong is in the log once, however many ticks fail; and that it is over."""
+        if self.problem is not None and self.problem not in self._said:
+            self._said.add(self.problem)
+            log.error("database_not_saved", error=self.problem)
+        elif self.problem is None and self._said:
+            self._said.clear()
+            log.info("database_saved", path=str(self.path))
 
     def _write(self, rows: Sequence[_Row], *, sync: bool) -> None:
         if not rows:
@@ -513,21 +526,42 @@ class Store:
         if self.path.exists():
             # Without a -wal all is in the file itself; SQLite would want to make one, and must be told not to.
             how = "mode=ro" if self.path.with_name(f"{self.path.name}-wal").exists() else "mode=ro&immutable=1"
-            self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
             try:
                 with closing(sqlite3.connect(f"file:{quote(str(self.path))}?{how}", uri=True)) as file:
-                    file.backup(self._db)
-                _prepare(self._db, self.path)
+                    self._db = _copy_in_memory(file, self.path)
             except sqlite3.Error as error:
-                self._db.close()
                 self.notes.append(f"{self.path}: cannot be read ({error}); alerts that were open fire again")
             else:
                 return
         self._db = _new_in_memory(self.path)
 
+    def _leave_disk(self) -> bool:
+        """Where the file system became read-only under us: go on in memory, and hold no file there.
+
+        A kernel that met an error does not take that back before the file system is unmounted, and it cannot be while
+        we hold it. False: it takes writes, or what it has cannot be read.
+        """
+        fault = _read_only(self._guard)
+        if fault is None:
+            return False
+        try:
+            memory = _copy_in_memory(self._db, self.path)
+        except sqlite3.Error:
+            return False
+        with suppress(sqlite3.Error):  # it cannot put the -wal in order
+            self._db.close()
+        os.close(self._guard)
+        self._guard, self._in_memory, self._db, self._sync = -1, True, memory, ""
+        self.problem = _unsaved_text(self.path, fault)
+        return True
+
     def _move_to_disk(self) -> None:
         """Try to write what is in memory in place of the file, from which it began, and go on there."""
         file: sqlite3.Connection | None = None
+        if _device_of(self.path) != self._device:  # what is written beneath a mount point is hidden by the mount
+            self.problem = (f"{self.path}: its file system is not mounted, or another one is; mount it, or restart "
+                            "tocsin to begin in the new one: alerts go on, but not through a restart")
+            return
         try:
             self._guard = _claim(self.path) if self._guard < 0 else self._guard
             file = self._open()
@@ -676,6 +710,36 @@ def _connect(path: Path) -> sqlite3.Connection:
     return db
 
 
+def _read_only(guard: int) -> OSError | None:
+    """What a file system says that takes no write any more; SQLite calls that an I/O error like any other."""
+    try:
+        if guard >= 0:
+            os.pwrite(guard, f"{os.getpid()}\n".encode(), 0)
+    except OSError as error:
+        return error if error.errno == errno.EROFS else None
+    return None
+
+
+def _device_of(path: Path) -> int | None:
+    """On which file system a path is, or its nearest folder that exists."""
+    for place in (path, *path.parents):
+        with suppress(OSError):
+            return place.stat().st_dev
+    return None
+
+
+def _copy_in_memory(file: sqlite3.Connection, path: Path) -> sqlite3.Connection:
+    """All that a database holds, in memory. Raises sqlite3.Error."""
+    memory = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    try:
+        file.backup(memory)
+        _prepare(memory, path)
+    except BaseException:
+        memory.close()
+        raise
+    return memory
+
+
 def _new_in_memory(path: Path) -> sqlite3.Connection:
     """An empty database for as long as `path` cannot be written."""
     db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
@@ -764,4 +828,5 @@ def _open_text(path: Path, error: Exception) -> str:
 def _unsaved_text(path: Path, error: BaseException) -> str:
     if _code(error) == sqlite3.SQLITE_FULL or getattr(error, "errno", None) == errno.ENOSPC:
         return f"{path}: the disk is full; free some space on {path.parent}: alerts go on, but not through a restart"
-    return f"{path}: cannot be written ({error}); see its file system: alerts go on, but not through a restart"
+    why = getattr(error, "strerror", None) or error
+    return f"{path}: cannot be written ({why}); see its file system: alerts go on, but not through a restart"

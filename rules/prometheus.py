@@ -565,8 +565,8 @@ OWN_HEAD = """\
 # judges it, gaps, idle engines and undecided queues included, and who watches the agent.
 # Written by `tocsin rules export --format prometheus --over tocsin`.
 #
-# Where the agents tell Alertmanager themselves, take TocsinDown, TocsinBlind and TocsinCannotDeliver alone: else each
-# alert comes twice.
+# Where the agents tell Alertmanager themselves, take TocsinDown, TocsinBlind, TocsinCannotDeliver and TocsinCannotSave
+# alone: else each alert comes twice.
 """
 DEAD = 'up{job="tocsin"} == 0 or time() - tocsin_tick_timestamp_seconds > 60'
 WATCHERS = (
@@ -581,6 +581,10 @@ WATCHERS = (
           alert=True, for_s=300.0, labels={"rule": "tocsin-cannot-deliver", "severity": "page"}, annotations={
         "summary": "{{ $value }} notices to {{ $labels.channel }} wait on {{ $labels.instance }}",
         "action": "Look at /healthz of that agent, and at the receiver"}),
+    Entry("TocsinCannotSave", "tocsin_database_saved == 0", alert=True, for_s=300.0,
+          labels={"rule": "tocsin-cannot-save", "severity": "ticket"}, annotations={
+        "summary": "Tocsin on {{ $labels.instance }} cannot save: alerts go on, but not through a restart",
+        "action": "Look at /healthz of that agent; it names the file and what its disk says"}),
 )
 
 

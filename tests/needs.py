@@ -19,6 +19,7 @@ PACKAGES = {
     "gcc": "gcc libc6-dev",
     "ip": "iproute2",
     "kubectl": "kubernetes-client",
+    "mkfs.ext4": "e2fsprogs",
     "nft": "nftables",
     "nginx": "nginx-light",
     "promtool": "prometheus",
@@ -44,9 +45,11 @@ def find(tool: str) -> str | None:
 
 
 def missing(tool: str) -> str | None:
-    """Why `tool` ("root", or a program by name) cannot be had here and what to do; None where it can."""
+    """Why `tool` ("root", "loop", or a program by name) cannot be had here and what to do; None where it can."""
     if tool == "root":
         return None if os.geteuid() == 0 else "needs root: run it as root, or in a container"
+    if tool == "loop":
+        return None if Path("/dev/loop-control").exists() else "needs loop devices: a container that has them, or a VM"
     if VLLM.exists() if tool == "vllm" else find(tool):
         return None
     if tool in FROM_PYPI:

@@ -209,7 +209,7 @@ def test_over_tocsin_s_own_metrics_every_rule_is_an_alert_and_the_dead_man_is_on
     out = tmp_path / "tocsin.rules.yml"
     out.write_text(over_tocsin(rules, CATALOGUE))
     names = [entry["alert"] for entry in yaml.safe_load(out.read_text())["groups"][0]["rules"]]
-    assert len(names) == len(set(names)) == len(rules) + 3
+    assert len(names) == len(set(names)) == len(rules) + 4
 
     need("promtool")
     where = 'instance="a:9959",job="tocsin"'

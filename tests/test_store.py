@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from agent.model import Alert, AlertMessage, Book, Transition
 from agent.store import FrameRow, LayoutRow, NotSaved, Store, StoreError
@@ -358,6 +359,21 @@ def test_a_full_disk_does_not_silence_a_page(store: Store) -> None:
     assert again.outbox_counts() == {"webhook": {"pending": 0, "delivered": 1}}
     assert again.accepted_at("webhook") == {message().key: 2.0}
     again.close()
+
+
+def test_a_disk_that_is_full_for_a_day_is_two_lines_in_the_log(store: Store) -> None:
+    """It was two lines a tick, 34,000 a day, on the very disk that was full; and the next outage is told anew."""
+    frame = FrameRow("t", 1.0, 7, bytes(40000))
+    with capture_logs() as logged:
+        for _ in range(2):
+            fill(store)
+            for now in range(100):
+                with pytest.raises(NotSaved):
+                    store.commit_tick(float(now), Book(), frames=[frame])
+                store.prune(float(now), {"raw": 60.0})
+            free(store)
+            store.commit_tick(100.0, Book(), frames=[frame])
+    assert [line["event"] for line in logged] == ["database_not_saved", "database_saved"] * 2
 
 
 def test_a_small_write_that_fits_does_not_hide_that_ticks_are_not_saved(store: Store) -> None:

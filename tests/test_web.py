@@ -193,6 +193,9 @@ class FakeView:
     def source_stats(self) -> list[SourceStat]:
         return [SourceStat("engine llama", 0.012, 3), SourceStat("nvml", None, 0)]
 
+    def saved(self) -> bool:
+        return True
+
     def outbox_counts(self) -> Mapping[str, Mapping[str, int]]:
         return {"alertmanager": {"pending": 2}}
 
@@ -524,6 +527,7 @@ def test_metrics_say_what_the_signals_say(tcp: Server) -> None:
     assert ("tocsin_scale_warm_pool_replicas", llama) not in got  # what is not known has no series
     assert got["tocsin_notifications_total", (("channel", "alertmanager"), ("outcome", "delivered"))] == 7.0
     assert got["tocsin_tick_timestamp_seconds", ()] == NOW - 1
+    assert got["tocsin_database_saved", ()] == 1.0
     names = {name for name, _ in got}
     assert {"process_resident_memory_bytes", "process_cpu_seconds_total"} <= names
     assert got["tocsin_ttft_slow_share_ratio", (("engine", "edge"), ("subject", "edge"))] == 0.5

@@ -146,6 +146,9 @@ class View(Protocol):
     def source_stats(self) -> Iterable[SourceStat]:
         """One row a source."""
 
+    def saved(self) -> bool:
+        """Whether the database could be written."""
+
     def outbox_counts(self) -> Mapping[str, Mapping[str, int]]:
         """How many notices there are: channel -> state -> number."""
 

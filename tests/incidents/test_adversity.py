@@ -15,9 +15,11 @@ import ssl
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -143,6 +145,107 @@ def test_a_disk_that_is_read_only_at_the_start_costs_no_page(tmp_path: Path) -> 
                 agent.kill()
     finally:
         subprocess.run(["umount", str(place)], check=True)
+
+
+class ThinDisk:
+    """A real ext4 whose blocks a store beneath it gives when they are first written: thin provisioning. It may run out.
+
+    Then each new block is an I/O error; with a journal the kernel makes the file system read-only at the first.
+    """
+
+    def __init__(self, folder: Path, *, journal: bool) -> None:
+        self.place, self._store = folder / "disk", folder / "thin"
+        self.place.mkdir()
+        self._store.mkdir()
+        run("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", self._store)
+        image = self._store / "image"
+        with image.open("wb") as file:
+            file.truncate(16 << 20)
+        features = [] if journal else ["-O", "^has_journal"]
+        run("mkfs.ext4", "-q", "-E", "nodiscard,lazy_itable_init=0", "-e", "remount-ro", *features, image)
+        self._device = run("losetup", "--find", "--show", image)
+        run("mount", self._device, self.place)
+
+    def run_out(self) -> None:
+        """No block more: what is written from now on fails when it is to be on the disk."""
+        for place in (self._store, self.place):  # the second takes what the first left in blocks that were begun
+            with suppress(OSError), (place / "others").open("wb", buffering=0) as others:
+                while True:
+                    others.write(bytes(4096))
+                    os.fsync(others.fileno())
+
+    def give(self) -> None:
+        """There are blocks again."""
+        (self._store / "others").unlink()
+
+    def mend(self) -> None:
+        """As a person does whose kernel has made it read-only: nobody may hold a file there."""
+        run("umount", self.place)
+        subprocess.run(["e2fsck", "-p", "-f", self._device], check=False, capture_output=True)  # 1: it has mended it
+        run("mount", self._device, self.place)
+
+    def remove(self) -> None:
+        """It is gone, whatever state it is in."""
+        for command in (["umount", self.place], ["losetup", "--detach", self._device], ["umount", self._store]):
+            subprocess.run(command, check=False)
+
+
+def run(*words: str | Path) -> str:
+    """What a command prints; CalledProcessError where it fails."""
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.parametrize("journal", [False, True], ids=["io-error", "read-only"])
+def test_a_disk_that_fails_while_the_agent_runs_costs_no_page(tmp_path: Path, journal: bool) -> None:
+    """It answers with I/O errors, or the kernel made it read-only: paged and said, and all owed is saved once it can.
+
+    One receiver answers, the other is owed the page through it all, a SIGKILL after it included.
+    """
+    need("root", "loop", "mkfs.ext4")
+    disk, is_well = ThinDisk(tmp_path, journal=journal), Event()
+    try:
+        with Engine() as engine, Receiver() as receiver, \
+                Receiver(lambda _: Reply(200 if is_well.is_set() else 503)) as ill:
+            made = config(engine, receiver.url, ill.url, state_dir=str(disk.place / "state"))
+            with AgentProcess(tmp_path / "a", made) as agent:
+                wait_for_state(agent, "OK")
+                disk.run_out()
+                told: list[tuple[str, str]] = []
+                while "cannot be written" not in problems(agent) or told[-1] == RESOLVED:  # not before a change
+                    assert len(told) < 20
+                    engine.usage, change = (0.97, FIRED) if len(told) % 2 == 0 else (0.5, RESOLVED)
+                    told.append(change)
+                    receiver.wait_until(lambda _: receiver.alerts() == told, 60, f"{len(told)} changes")
+                assert ("Read-only file system" if journal else "disk I/O error") in problems(agent)
+                assert metric(agent, "tocsin_database_saved") == 0.0
+                seen = engine.scrapes
+                wait_until(lambda: engine.scrapes >= seen + 3, 60, "three ticks more")
+                assert logged(agent, "database_not_saved") == 1
+                disk.give()
+                if journal:
+                    disk.mend()
+                wait_until(lambda: agent.ask("/healthz")["store"] == "ok", 60, "the database to be on the disk")
+                assert metric(agent, "tocsin_database_saved") == 1.0
+                wait_until(lambda: channels_of(agent)["webhook"]["pending"] == 0, 60, "the answer to be noted")
+                agent.kill()
+                is_well.set()
+                ill.arrivals.clear()  # what it refused
+                agent.start()
+                engine.usage = 0.5
+                told.append(RESOLVED)
+                for one in (receiver, ill):  # the one is not told again, the other of all that it is owed
+                    one.wait_until(lambda _, one=one: one.alerts() == told, 60, "the end")
+                agent.kill()
+    finally:
+        disk.remove()
+
+
+def metric(agent: AgentProcess, name: str) -> float:
+    """One of its own metrics."""
+    told = next(line for line in agent.log.read_text().splitlines() if '"event": "started"' in line)
+    with urllib.request.urlopen(f"http://{json.loads(told)['listen']}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
 
 
 # --- the clock --------------------------------------------------------------------------------------------------------
