@@ -370,7 +370,7 @@ def test_a_disk_that_is_full_for_a_day_is_two_lines_in_the_log(store: Store) -> 
             for now in range(100):
                 with pytest.raises(NotSaved):
                     store.commit_tick(float(now), Book(), frames=[frame])
-                store.prune(float(now), {"raw": 60.0})
+                store.set_meta("learned", "x" * 40000 + str(now))
             free(store)
             store.commit_tick(100.0, Book(), frames=[frame])
     assert [line["event"] for line in logged] == ["database_not_saved", "database_saved"] * 2

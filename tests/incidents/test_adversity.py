@@ -186,8 +186,9 @@ class ThinDisk:
 
     def remove(self) -> None:
         """It is gone, whatever state it is in."""
-        for command in (["umount", self.place], ["losetup", "--detach", self._device], ["umount", self._store]):
-            subprocess.run(command, check=False)
+        subprocess.run(["umount", self.place], check=False)
+        subprocess.run(["losetup", "--detach", self._device], check=False)
+        subprocess.run(["umount", self._store], check=False)
 
 
 def run(*words: str | Path) -> str:
@@ -233,8 +234,8 @@ def test_a_disk_that_fails_while_the_agent_runs_costs_no_page(tmp_path: Path, jo
                 agent.start()
                 engine.usage = 0.5
                 told.append(RESOLVED)
-                for one in (receiver, ill):  # the one is not told again, the other of all that it is owed
-                    one.wait_until(lambda _, one=one: one.alerts() == told, 60, "the end")
+                receiver.wait_until(lambda _: receiver.alerts() == told, 60, "the end, and nothing again")
+                ill.wait_until(lambda _: ill.alerts() == told, 60, "all that it was owed")
                 agent.kill()
     finally:
         disk.remove()
