@@ -28,6 +28,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import structlog
+from msgspec import ValidationError
 
 from agent import client, sdnotify
 from agent.config import Config, load_all
@@ -92,6 +93,8 @@ def heal_all(config: Config, by: str = "tocsin drill heal") -> list[Left]:
     for run in healed:  # not before all is undone: an agent that hangs would be waited for
         tell.end_announcement(config.socket, run)
     for folder in ledger.run_folders(root):
+        with suppress(OSError, ValidationError):  # one that cannot be written changes nothing in the world
+            history.finish_refused(folder)
         still = history.left_of(folder)
         if still is not None:
             tell.orphaned(config.socket, folder.name, still)

@@ -9,9 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from drills import ledger, record, report
+from drills import ledger, proc, record, report
 from drills.ledger import Entry
 from drills.model import Left, State, Verdict
+
+REFUSED = frozenset({State.SKIPPED, State.DEFERRED})
 
 
 def runs(root: Path) -> list[dict[str, Any]]:
@@ -57,12 +59,7 @@ def row_of(told: dict[str, Any]) -> dict[str, Any]:
 
 def finish_killed(folder: Path, entries: Sequence[Entry], left: Sequence[Left]) -> None:
     """The report of a run that heal has ended: ABORTED, or ORPHANED where something is left."""
-    told = record.load(folder)
-    if told is None:
-        header = entries[0].data if entries else {}
-        planned_at = entries[0].at if entries else 0.0
-        told = record.blank(folder.name, {"name": str(header.get("drill", "unknown"))}, planned_at)
-        told |= {"started_by": header.get("started_by", "unknown"), "node": header.get("node")}
+    told = _told_of(folder, entries)
     if told["ended_at"] is None or told["verdict"] == Verdict.ORPHANED or left:
         state = ledger.last_state(entries) or State.PLANNED
         was_orphan = told["verdict"] == Verdict.ORPHANED
@@ -72,6 +69,36 @@ def finish_killed(folder: Path, entries: Sequence[Entry], left: Sequence[Left]) 
                  else "it left something in the world, which heal has put back" if was_orphan
                  else f"{_by(folder)}its runner ended in {state}; the fault was undone by its holder or by heal"}
         record.store(folder, told)
+
+
+def finish_refused(folder: Path) -> None:
+    """The report of a run that was SKIPPED or DEFERRED, and whose process was killed before it could write it.
+
+    Its end and the reason are in the ledger by then. Raises OSError, msgspec.ValidationError.
+    """
+    told = record.load(folder)
+    if told is not None and told["ended_at"] is not None:
+        return
+    entries = ledger.read(folder)
+    end = next((entry for entry in reversed(entries) if entry.state is not None), None)
+    runner = ledger.process_of(entries, "runner")
+    if end is None or end.state not in REFUSED or (runner is not None and not proc.wait_ended(runner, 0.0)):
+        return
+    record.store(folder, _told_of(folder, entries) | {
+        "state": end.state, "verdict": Verdict(end.state.value), "why": str(end.data.get("why", "")),
+        "ended_at": end.at})
+
+
+def _told_of(folder: Path, entries: Sequence[Entry]) -> dict[str, Any]:
+    """The record of a run, or where there is none, one with what its ledger's header says."""
+    told = record.load(folder)
+    if told is None:
+        header = entries[0].data if entries else {}
+        planned_at = entries[0].at if entries else 0.0
+        told = record.blank(folder.name, {"name": str(header.get("drill", "unknown"))}, planned_at)
+        told |= {"started_by": header.get("started_by", "unknown"), "due_at": header.get("due_at"),
+                 "node": header.get("node")}
+    return told
 
 
 def _by(folder: Path) -> str:

@@ -328,7 +328,7 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.record": Row(
         "drills drills.judge drills.ledger drills.model drills.owner drills.report", "importlib msgspec pathlib"
     ),
-    "drills.history": Row("drills drills.ledger drills.model drills.record drills.report", WORLD),
+    "drills.history": Row("drills drills.ledger drills.model drills.proc drills.record drills.report", WORLD),
     "drills.unit": Row("drills.model", "pathlib"),
     "drills.hit": Row("agent.config drills drills.model drills.proc"),
     "drills.runner": Row(

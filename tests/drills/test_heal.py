@@ -17,7 +17,7 @@ import pytest
 
 from agent import client
 from agent.config import load_config
-from drills import daemon, lock, proc, record, runner, tell
+from drills import daemon, history, lock, proc, record, runner, tell
 from drills import heal as heal_module
 from drills.faults.table import FAULTS
 from drills.heal import heal, is_clean
@@ -364,6 +364,51 @@ def test_which_runs_are_clean(story: str, states: list[str | None], clean: bool)
         for n, state in enumerate(states)
     ]
     assert is_clean(entries) is clean, story
+
+
+@pytest.mark.parametrize("due_at", [None, 1.0], ids=["SKIPPED", "DEFERRED"])
+@pytest.mark.parametrize("moment", ["before its report", "before its record"])
+def test_a_refusal_that_is_killed_before_its_report(
+    due_at: float | None, moment: str, drilld: daemon.Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SKIPPED was in the ledger with its reason, SIGKILL came some ms later: the history said ABORTED for ever."""
+    folder = runner.create(drilld.root, Drill("d", "marker"), "d-20261130T090000Z-0000", started_by="schedule",
+                           config_path=None, due_at=due_at, node="gpu-17")
+    child = os.fork()
+    if child == 0:
+        run = runner.Run(folder, Drill("d", "marker"), drilld.config, (), started_by="schedule", due_at=due_at)
+        monkeypatch.setattr(run.record, "finish" if moment == "before its report" else "enter",
+                            lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        run.refuse("error_budget: 3 % is left")
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    before = record.load(folder)
+    assert before is not None
+    assert before["verdict"] == "ABORTED"
+
+    for _ in range(2):
+        daemon.heal_all(drilld.config, "drilld")
+
+    verdict = "SKIPPED" if due_at is None else "DEFERRED"
+    (row,) = history.runs(drilld.root)
+    entries = read(folder)
+    assert (row["verdict"], row["why"], row["ended"]) == (verdict, "error_budget: 3 % is left", entries[-1].at)
+    assert verdict in (folder / "report.md").read_text()
+    assert is_clean(entries)
+
+
+def test_a_refusal_whose_process_still_writes_is_its_own(drilld: daemon.Daemon) -> None:
+    """It has some ms to go: two writers of one report would tear it."""
+    folder = runner.create(drilld.root, Drill("d", "marker"), "d-20261130T090000Z-0000", started_by="cli",
+                           config_path=None)
+    with sleeper() as other:
+        ledger = Ledger.open(folder)
+        ledger.note(runner=msgspec.to_builtins(proc.identify(other.pid)))
+        ledger.write(State.SKIPPED, why="a maintenance")
+        daemon.heal_all(drilld.config, "drilld")
+        assert record.load(folder) is None
+    daemon.heal_all(drilld.config, "drilld")
+    (row,) = history.runs(drilld.root)
+    assert (row["verdict"], row["why"]) == ("SKIPPED", "a maintenance")
 
 
 @pytest.fixture
