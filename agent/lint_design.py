@@ -25,6 +25,7 @@ TABLE = {"latency": f"{FEWEST_SEQS} to {LATENCY_SEQS} sequences at once, chunked
                        " speculative decoding off"}
 ON = {True: "on", False: "off", None: "not told"}
 MOST_DROP = 1.0  # principle 11: points lost on the business's own evaluation
+READ_MODEL = "`tocsin lint` on the engine's machine, as who may read its model's folder or the cache of the hub"
 FALLS = "num_speculative_tokens_per_batch_size"  # of vLLM's --speculative-config: fewer drafts the more run
 
 
@@ -90,7 +91,7 @@ def _form_unknown(facts: Facts) -> Verdict:
         return unseen(facts, "whether it is quantized", "its form")
     if facts.model is None:
         return cannot("whether it is quantized is not known: no option says so, and its model's config.json cannot be"
-                      " read here", would_tell="`tocsin lint` on the engine's machine, as who may read that folder")
+                      " read here", would_tell=READ_MODEL)
     return cannot("whether it is quantized is not known: neither its command line nor its model's config.json says so,"
                   " and another file may", would_tell="what its log says at its start")
 
@@ -105,7 +106,7 @@ def outliers(facts: Facts) -> Verdict:
         return kept("not quantized")
     if activations is None:
         return cannot(f"{name} quantizes activations or not: its model's config.json says it, and cannot be read here",
-                      would_tell="`tocsin lint` on the engine's machine, as who may read that folder")
+                      would_tell=READ_MODEL)
     ratio = facts.evidence.get("outlier_ratio")
     said = [f"{name}: {'weights and activations' if activations else 'weights only'}"]
     if not isinstance(ratio, int | float):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +35,7 @@ CONFIG_BYTES, INDEX_BYTES = 1 << 20, 64 << 20  # the index of a mixture of many 
 LISTS = {"*.safetensors": "model.safetensors.index.json", "*.bin": "pytorch_model.bin.index.json"}
 OF_TRAINERS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin"})  # beside weights, and none
 MODEL_OPTIONS = ("model", "model-path", "model-id")  # of vLLM, SGLang, TGI
+HUBS = ("root/.cache/huggingface/hub", "home/*/.cache/huggingface/hub", "data", "data/hub")  # /data is TGI's
 CANARIES, EVIDENCE = "canaries.jsonl", "evidence.yaml"  # in the state folder
 Profile = Literal["latency", "throughput"]
 
@@ -150,7 +152,8 @@ def _target(target: Mapping[str, Any], here: Sequence[Process], config: Config, 
     models = served.get("data") if isinstance(served, dict) else None
     model = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
     named = [(options or {}).get(name) for name in MODEL_OPTIONS]
-    folder = _folder(*named, model.get("root"), pid=None if process is None else process.pid)
+    roots = [Path("/")] if process is None else [Path(f"/proc/{process.pid}/root"), Path("/")]
+    folder = folder_of([*named, model.get("root")], roots)
     context = str(model.get("max_model_len") or (options or {}).get("max-model-len") or "")
     lost = [found["name"] for found in target["found"] if found["required"] and found["how"] is None
             and found["code"] != "not_supported"]
@@ -273,19 +276,26 @@ def _process(url: str, here: Sequence[Process]) -> Process | None:
 # --- the model's folder ----------------------------------------------------------------------------------------------
 
 
-def _folder(*names: object, pid: int | None) -> Path | None:
-    """The folder of a model, seen from here or from inside its process's own root; None where it cannot be read."""
+def folder_of(names: Iterable[object], roots: Sequence[Path]) -> Path | None:
+    """The folder of a model: a path, or a name of the Hugging Face hub, in its cache; None: it cannot be read."""
     for name in names:
-        if not isinstance(name, str) or not name.startswith("/"):
-            continue
-        inside = [] if pid is None else [Path(f"/proc/{pid}/root{name}")]
-        for folder in (*inside, Path(name)):
-            try:
-                if (folder / "config.json").is_file():
-                    return folder
-            except OSError:
-                continue
+        for root in roots if isinstance(name, str) else ():
+            with suppress(OSError):
+                for folder in _places(root, str(name)):
+                    if (folder / "config.json").is_file():
+                        return folder
     return None
+
+
+def _places(root: Path, name: str) -> Sequence[Path]:
+    """Where it may lie under a root, the newest snapshot first. Raises OSError."""
+    if name.startswith("/"):
+        return [root / name[1:]]
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        return []
+    inside = f"models--{name.replace('/', '--')}/snapshots/*"
+    found = [folder for hub in HUBS for folder in root.glob(f"{hub}/{inside}")]
+    return sorted(found, key=lambda folder: folder.stat().st_mtime, reverse=True)
 
 
 def _config_of(folder: Path | None) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -430,3 +431,22 @@ def test_what_the_agent_measures_for_one_model_is_not_told_of_another(monkeypatc
     assert (finding(3, llama)["verdict"], llama.strangers) == ("kept", [])
     assert (finding(3, qwen)["verdict"], finding(12, qwen)["verdict"], qwen.strangers) == (
         "cannot tell", "at odds", [gateway])
+
+
+@pytest.mark.parametrize(("story", "cache", "name", "is_found"), [
+    ("root in a container", "root/.cache/huggingface/hub", "org/m", True),
+    ("a user", "home/llm/.cache/huggingface/hub", "org/m", True),
+    ("TGI", "data", "org/m", True),
+    ("another model", "data", "org/other", False),
+    ("no name of the hub", "data", "../org/m", False),
+])
+def test_a_model_of_the_hub_is_found_in_its_cache(story: str, cache: str, name: str, is_found: bool, tmp_path: Path,
+                                                  ) -> None:
+    """Most engines are given a name, no folder; of two revisions the one that was fetched last."""
+    for day, revision in enumerate(("b0", "a1")):
+        folder = tmp_path / cache / "models--org--m/snapshots" / revision
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        os.utime(folder, (day, day))
+    found = lint_facts.folder_of([None, name], [tmp_path])
+    assert found == (tmp_path / cache / "models--org--m/snapshots/a1" if is_found else None), story
