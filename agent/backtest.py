@@ -181,6 +181,8 @@ def backtest(paths: Sequence[Path], rules_dir: Path | None = None, slo_overrides
             node.take(batch_of(row, at, names, readers))
         _step(replay, at, 0.0 if before is None else min(at - before, LATE_INTERVALS * poll_s))
         before = at
+        for reader in readers.values() if node.deployment else ():
+            reader.read_patterns()
     return _result(replay, scrapes, poll_s)
 
 

@@ -87,6 +87,13 @@ class ByProcess(Protocol):
     owners: Mapping[int, tuple[str, tuple[str, ...]]]
 
 
+@runtime_checkable
+class ByPattern(Protocol):
+    """A source that reads what deployment patterns have only where one is."""
+
+    is_patterned: bool
+
+
 @dataclass
 class Slot:
     """What is known of one source between ticks."""
@@ -104,6 +111,7 @@ class Slot:
     errors: int = 0
     asks: Asks | None = None  # the source, if it is one
     by_process: ByProcess | None = None  # the source, if it is one
+    by_pattern: ByPattern | None = None  # the source, if it is one
 
 
 class Collector:
@@ -124,7 +132,8 @@ class Collector:
         """One more source, read from the next round on; then its thread begins."""
         slot = Slot(source, threading.Event(), answered_at=self._monotonic(),
                     asks=source if isinstance(source, Asks) else None,
-                    by_process=source if isinstance(source, ByProcess) else None)
+                    by_process=source if isinstance(source, ByProcess) else None,
+                    by_pattern=source if isinstance(source, ByPattern) else None)
         with self._answered:
             self.slots = {**self.slots, source.name: slot}  # others walk over the old one
 
@@ -300,7 +309,7 @@ class Agent:
                 self.node.take(self._of_ourselves(now))
                 transitions = self.node.step(now, dt_s)
                 self._hold_canaries()
-                tell_owners(self.node, self.collector)
+                tell_sources(self.node, self.collector)
                 notices = self._notices(transitions, now)
                 kept = self.node.incident_records()
                 frames, layouts = self._frames(self.node.windows.unsaved(), self._curves(now))
@@ -806,9 +815,12 @@ class Agent:
                 for name, s in self._channels().items()}
 
 
-def tell_owners(node: Node, collector: Collector) -> None:
-    """Sources that find things by process learn whose each process is."""
+def tell_sources(node: Node, collector: Collector) -> None:
+    """Sources learn what the node knows: whose each process is, and that it is one of a deployment pattern."""
+    is_patterned = bool(node.deployment)
     for slot in collector.slots.values():
+        if slot.by_pattern is not None and is_patterned:
+            slot.by_pattern.is_patterned = True
         if slot.by_process is not None:
             slot.by_process.owners = node.owners()
 

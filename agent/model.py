@@ -255,7 +255,6 @@ SAMPLES: Mapping[str, Kind] = {
     "prefix_hit_ratio": "gauge",  # ratio as the engine works it out, where it counts no tokens
     "spec_acceptance": "gauge",  # ratio as the engine works it out, where it counts no tokens
     # of a target (subject: target)
-    "frontend_cpu": "counter",  # s of CPU that the process has used that writes the page
     "http": "counter",  # key: status class or code, inference routes only
     "rejections": "counter",  # key: reason
     "process_start": "gauge",  # unix s
@@ -343,7 +342,8 @@ SAMPLES: Mapping[str, Kind] = {
     "replicas_desired": "gauge",
     "replicas_ready": "gauge",
     "rollout": "gauge",  # 1 while one progresses
-    # of an engine, read only where its page shows the deployment pattern that has them (subject: engine)
+    # of an engine, read only on nodes of a deployment pattern (subject: engine)
+    "frontend_cpu": "counter",  # s of CPU that the process has used that writes the page (subject: target)
     "handover_waiting": "gauge",  # requests between prefill and decode; key: what they wait for
     "handover_held": "gauge",  # requests whose KV blocks prefill holds for decode
     "handover_expired": "counter",  # requests whose KV blocks nobody fetched in time

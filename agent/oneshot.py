@@ -11,7 +11,7 @@ import msgspec
 
 from agent.config import DEFAULT_PATH, Config, EngineConfig, address_of, base_url, rules_for
 from agent.daemon import local_port, setup_of, sources_of
-from agent.loop import GRACE_S, Collector, doctor_report, tell_owners
+from agent.loop import GRACE_S, Collector, doctor_report, tell_sources
 from agent.model import FoundEngine, Source
 from agent.node import Node
 from agent.progress import Tell, quiet
@@ -65,7 +65,7 @@ def _sources(collector: Collector) -> str:
 
 def _round(node: Node, collector: Collector, wait_s: float) -> dict[str, str | None]:
     """One read of every source and one judgement; returns each source's error."""
-    tell_owners(node, collector)
+    tell_sources(node, collector)
     for batch in collector.gather(wait_s):
         node.take(batch)
     node.step(time.time(), LATE_INTERVALS * node.setup.poll_s)

@@ -119,8 +119,9 @@ def frontend_cpu(ask: Ask) -> Signal:
     """CPU time of the process that takes requests apart and puts answers together, as a share of one core."""
     gap = ask.windows.problem(ask.subject, "frontend_cpu", ask.now)
     if gap is not None:
-        return ask.gap(Why.MISSING if gap.code is Why.NOT_SUPPORTED else gap.code,
-                       f"{gap.why}: `top -H` shows it, and process-exporter by a rule of your own (source_value)")
+        why = gap.why if ask.windows.track_of(ask.subject, "frontend_cpu") is not None else \
+            "its page does not tell the CPU time of its front end (vLLM's does, with one API server)"
+        return ask.gap(gap.code, f"{why}: `top -H` shows it, and process-exporter by a rule of your own (source_value)")
     young = ask.uncovered("frontend_cpu")
     if young:
         return young

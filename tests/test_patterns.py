@@ -17,11 +17,13 @@ from agent import patterns
 from agent.config import ConfigErrors, load_all
 from agent.engines import load_map
 from agent.engines.pages import PageReader
+from agent.loop import Collector, tell_sources
 from agent.model import Batch, EngineFacts, Gap, GpuFacts, Sample, Why
 from agent.node import Node, Setup
 from agent.patterns import FEEDS, PATTERNS, Seen, parse, recognise
 from agent.show import doctor_report, plain
 from agent.signals import CATALOGUE, Target
+from agent.sources.engine import EngineSource
 from agent.words import told as in_words
 from rules import severity_of
 from tests.scenes import SLO, T0, built_in, hist, samples
@@ -206,6 +208,29 @@ def test_1_without_the_cpu_time_of_the_front_end_it_is_a_gap_that_says_what_woul
     here = world("a").play(0, 40, lambda _: {"a": CALM})
     assert here.state("cpu-preprocessing", "a") == "gap"
     assert "process-exporter" in here.text("cpu-preprocessing", "a")
+
+
+def cpu_read(page: PageReader, at: float) -> list[float]:
+    """The CPU time that one more read of a vLLM's page tells."""
+    text = "vllm:num_requests_running{engine=\"0\",model_name=\"m\"} 1\nprocess_cpu_seconds_total 7\n"
+    return [r.value for r in page.read(text.encode(), "text/plain", at)
+            if r.name == "frontend_cpu" and isinstance(r, Sample)]
+
+
+def test_1_the_front_end_s_cpu_is_read_where_a_pattern_is() -> None:
+    """It was read of every engine on every node, and stood in every doctor, though no rule asked for it."""
+    page, collector = PageReader("a"), Collector([EngineSource("a", "http://127.0.0.1:1")])
+    (slot,) = collector.slots.values()
+    nowhere, one = Node(Setup("gpu-17", 5.0, SLO, (), RULES, severity_of)), world("a", pattern="one-device").node
+    told: list[object] = []
+    for node in (nowhere, one):
+        tell_sources(node, collector)
+        assert slot.by_pattern is not None
+        told.append(slot.by_pattern.is_patterned)
+        if told[-1]:
+            page.read_patterns()
+        told.append(cpu_read(page, T0))
+    assert told == [False, [], True, [7.0]]
 
 
 @pytest.mark.parametrize(("cold_s", "fires"), [(2.0, True), (0.5, False)])

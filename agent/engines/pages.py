@@ -150,7 +150,8 @@ class PageReader:
         kind: "auto", or one of agent.engines.KINDS.
         shape: whether its engines' subjects carry an index, as it was before a restart of ours; None at first sight.
         maps: the engines that are known; for tests.
-        patterned: whether what deployment patterns have is read from the first page on; else once a page shows one.
+        patterned: whether what deployment patterns have is read from the first page on; else once a page shows one, or
+            once `read_patterns` is called.
 
     Raises:
         KeyError: `kind` is not known.
@@ -189,14 +190,18 @@ class PageReader:
         self._shared: frozenset[str] = frozenset()  # what this target tells of all its engines together
         self._is_patterned = False
         if patterned:
-            self._read_patterns()
+            self.read_patterns()
 
-    def _read_patterns(self) -> None:
+    def read_patterns(self) -> None:
         """From the next page on, read what deployment patterns have."""
+        if self._is_patterned:
+            return
         self._is_patterned = True
         self._maps = tuple(map(with_patterns, self._maps))
         self._map = None if self._map is None else next(m for m in self._maps if m.kind == self._map.kind)
         self._reader = Reader(spellings(self._maps))
+        if self._plan is not None:  # nothing of the page may have changed, and it is read for more
+            self._plan = self._plan._replace(families={})
 
     @property
     def facts(self) -> EngineFacts | None:
@@ -377,7 +382,7 @@ class PageReader:
         if self._map is None or against:
             return None
         if not self._is_patterned and (shown_patterns(self._map, families) or role_of(self._map, page)):
-            self._read_patterns()
+            self.read_patterns()
         names = resolve(self._map, families)
         before = self._plan.names if self._plan is not None else None
         if before is not None and before.build != names.build and before.map is names.map:

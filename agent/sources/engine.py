@@ -43,7 +43,8 @@ class EngineSource:
         url: its address without /metrics, as "http://127.0.0.1:8000".
         kind: "auto", or one of agent.engines.KINDS.
         shape: whether its engines' subjects carried an index before a restart of ours; None at first sight.
-        patterned: whether what deployment patterns have is read even if no page shows one.
+        patterned: whether what deployment patterns have is read even if no page shows one; `is_patterned`, which may
+            be set later, where the node is recognised as one.
         connect_s, total_s: the deadlines of one read of /metrics.
         health_every_s, health_total_s: how often /health is asked while it is well, and how long it may take.
 
@@ -66,7 +67,8 @@ class EngineSource:
     ) -> None:
         self.name = f"engine:{target}"
         self.target = target
-        self._pages = PageReader(target, kind=kind, shape=shape, patterned=patterned)
+        self._pages = PageReader(target, kind=kind, shape=shape)
+        self.is_patterned = patterned
         self.url = shown_address(url)
         base = url.rstrip("/").removesuffix("/metrics")
         self._metrics, self._other = (
@@ -93,6 +95,8 @@ class EngineSource:
         readings: list[Sample | Gap]
         error: str | None = None
         health: _Asked | None = None
+        if self.is_patterned:
+            self._pages.read_patterns()
         try:
             health = self._health.look()
         except NoThread as e:  # the page is worth more, and is judged
