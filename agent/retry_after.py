@@ -16,7 +16,7 @@ def retry_after_s(text: str | None, now: float) -> float | None:
     except ValueError:
         try:
             when = parsedate_to_datetime(text)
-        except ValueError:
+        except (ValueError, OverflowError):  # the latter: 'Mon, 30 Nov 2026 06:52:9999999999999999999'
             return None
         wait_s = when.replace(tzinfo=when.tzinfo or UTC).timestamp() - now
     return max(0.0, wait_s) if math.isfinite(wait_s) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ def test_what_hides_secrets_is_done_with_one_long_word_at_once(piece: str, hide:
 @pytest.mark.heavy
 def test_nothing_crashes_or_hangs_on_what_it_reads(tmp_path: Path) -> None:
     """A proxy cut a page in the middle, a receiver answered with half a header, and a disk lost a byte."""
-    seed = int.from_bytes(os.urandom(4), "big")
+    seed = 20261130  # the same each time: what is new to be found is for `make nightly`, which draws another
     said = [f"seed {seed}"]
 
     result = fuzz(PAGES, seed, tmp_path, say=said.append)

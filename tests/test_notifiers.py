@@ -119,6 +119,7 @@ def test_a_redirect_names_its_target_without_its_path() -> None:
         ("Sun, 29 Nov 2026 07:31:08 GMT", 30.0),
         ("Sun, 29 Nov 2026 07:30:08 GMT", 0.0),
         ("soon", None),
+        ("Mon, 30 Nov 2026 06:52:" + "9" * 99, None),  # found by the fuzz: an OverflowError
         ("nan", None),
         ("inf", None),
         ("", None),

@@ -199,6 +199,18 @@ def test_a_breach_comes_and_goes_without_a_reload(node: Node, browser: Browser) 
 
 
 @pytest.mark.heavy
+def test_why_there_is_no_number_breaks_on_a_phone(node: Node, browser: Browser) -> None:
+    """What a silent engine does not tell is said with its name, of 200 letters and no space: the row was 1,667 px."""
+    node.engines[1].set_page(b"")
+    seen = Seen(browser, node.url, 390)
+    page = seen.open("/")
+    page.locator("td.quiet", has_text=f"of {LONG[:200]}").first.wait_for()
+    seen.looked_at("an engine of a long name that tells nothing")
+    seen.close()
+    node.engines[1].set_page(vllm(0.4, HOSTILE))
+
+
+@pytest.mark.heavy
 def test_hostile_names_are_text(node: Node, browser: Browser) -> None:
     """A name that is a script, one of 300 characters, one that turns the line around."""
     seen = Seen(browser, node.url, 390)
