@@ -325,9 +325,9 @@ class Worker:
         log.warning("delivery_failed", channel=self.name, error=str(failure), again_in_s=round(wait_s, 1))
 
     def _wait_s(self, tries: int, after_s: float | None) -> float:
-        """Full jitter, so that a hundred nodes do not come back to a restarted receiver in the same second."""
+        """Full jitter, and never under a second: a hundred nodes must not come back to a restarted receiver at once."""
         if after_s is not None:
-            return min(after_s, LONGEST_RETRY_AFTER_S) + self._dice(0.0, SHORTEST_WAIT_S)
+            return max(SHORTEST_WAIT_S, min(after_s, LONGEST_RETRY_AFTER_S)) + self._dice(0.0, SHORTEST_WAIT_S)
         return self._dice(SHORTEST_WAIT_S, min(LONGEST_WAIT_S, 2.0 ** min(tries, 10)))
 
     def _try(self, action: Callable[[], _T]) -> _T | Rejected | TryLater:

@@ -308,6 +308,14 @@ def test_a_held_resolve_is_resent_as_firing() -> None:
     assert alert["endsAt"] == "2026-11-29T07:47:28.000Z"
 
 
+@pytest.mark.parametrize("path", ["", "/", "/api/v2/alerts", "/am", "/am/api/v2/alerts/"])
+def test_an_address_may_be_written_with_the_apis_path(path: str) -> None:
+    """Its owner wrote the whole address, and no alert arrived: /api/v2/alerts/api/v2/alerts."""
+    with Receiver() as receiver:
+        alertmanager([receiver.url + path]).send([notice(message())], NOW)
+        assert receiver.arrivals[0].path == f"{'/am' if 'am' in path else ''}/api/v2/alerts"
+
+
 def test_one_peer_that_accepts_is_enough() -> None:
     """Of two peers one is dead: delivered, and the dead one costs no later page its connect timeout."""
     with Receiver() as dead:

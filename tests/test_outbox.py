@@ -422,6 +422,22 @@ def test_c069_503_is_retried_with_back_off_until_200(store: Store) -> None:
     assert store.outbox_counts() == {"tape": {"pending": 0, "delivered": 1}}
 
 
+def test_c069_a_retry_after_of_0_hammers_nobody(store: Store) -> None:
+    """A receiver that is down says 0, or a date that has passed: a second between two tries all the same."""
+    clock = Clock()
+    times: list[float] = []
+
+    def judge(arrival: object) -> Reply:
+        times.append(clock.now)
+        return Reply(503, {"Retry-After": ("0", "Thu, 01 Jan 1970 00:10:00 GMT")[len(times) % 2]})
+
+    with Receiver(judge) as receiver:
+        outbox = Outbox(store, [Webhook("tape", lambda: receiver.url)], clock, dice=lambda low, _: low)
+        owe(store, 1000.0, message("a"))
+        play(outbox.workers[0], clock, 1003.0)
+    assert times == [1000.0, 1001.0, 1002.0, 1003.0]
+
+
 CHILD = """
 import sys, time
 from pathlib import Path

@@ -179,6 +179,15 @@ def test_no_data_calls_a_whole_channel() -> None:
     assert [b["verbatim"] for b in (blocks(sent)[1]["text"], *blocks(sent)[2]["elements"])] == [True, True]
 
 
+def test_a_text_that_is_none_is_sent_all_the_same() -> None:
+    """Half a character (a JSON source told it) cannot be encoded: it was tried for ever. A blank title is none."""
+    with Receiver() as receiver:
+        by_webhook(receiver.url).send([alert(summary=" \n", description="hot \ud800")], NOW)
+        sent = receiver.arrivals[0].json
+    assert sent["text"] == "GpuTemperature"
+    assert blocks(sent)[1]["text"]["text"] == "hot ?"
+
+
 def test_c068_long_text_is_cut_at_a_line_and_a_400_is_no_delivery() -> None:
     """90 failed, 4,778 characters: at most 3,000 a section, whole lines, how many are not shown; then as plain text."""
     lines = ["90 failed", *(f"item {i:02d}: {'x' * 42}" for i in range(90))]

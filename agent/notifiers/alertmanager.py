@@ -42,7 +42,7 @@ class Alertmanager(Channel):
     ) -> None:
         self.name = name
         self.min_visible_s = min_visible_s
-        self._peers = [f"{url.rstrip('/')}/api/v2/alerts" for url in urls]
+        self._peers = [f"{url.rstrip('/').removesuffix('/api/v2/alerts')}/api/v2/alerts" for url in urls]
         self._firing = firing
         self._resend_s = resend_s
         self._life_s = max(SHORTEST_LIFE_S, 4 * resend_s)

@@ -99,7 +99,7 @@ def plain(message: AlertMessage) -> str:
 
 def title(message: AlertMessage) -> str:
     """One line: what ended, or the alert's own summary."""
-    summary = " ".join((message.annotations.get("summary") or message.labels.get("alertname", message.key)).split())
+    summary = " ".join(message.annotations.get("summary", "").split()) or message.labels.get("alertname", message.key)
     return f"Resolved: {summary}" if message.status == "resolved" else summary
 
 
@@ -113,7 +113,11 @@ def _marked(text: str) -> dict[str, Any]:
 
 
 def escape(text: str) -> str:
-    """The three characters that Slack's mark-up has; without `<` there is neither link nor mention."""
+    """The three characters that Slack's mark-up has; without `<` there is neither link nor mention.
+
+    What is no text in UTF-8 is replaced: it could not be sent.
+    """
+    text = text.encode("utf-8", "replace").decode()
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
