@@ -77,6 +77,7 @@ class Found(NamedTuple):
     remedy: str | None = None
     code: Why | None = None
     at_end: bool = False  # it moves only when a request ends
+    drifts: bool = False  # it may rise for ever
 
 
 @dataclass(frozen=True, slots=True)

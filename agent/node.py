@@ -548,13 +548,14 @@ class Node:
         for target in self.setup.targets:
             known = self.learned.targets.setdefault(target.name, {"first_seen_at": now})
             facts = self.facts.get(target.name)
+            told = facts.found if facts is not None else ()
             # one that never told its engines is judged as one engine: what is not known of it has a row and a reason
             found[target.name] = replace(target, engines=tuple(known.get("engines", (target.name,))),
                                          stopping_at=self.learned.found.get(target.name, {}).get("stopping_at"),
                                          gpus=self._gpus_of(target), instances=self._instances_of(target),
                                          first_seen_at=known["first_seen_at"], ever_up=known.get("ever_up", False),
-                                         at_end=frozenset(one.name for one in facts.found if one.at_end)
-                                         if facts is not None else frozenset())
+                                         at_end=frozenset(one.name for one in told if one.at_end),
+                                         drifting=frozenset(one.name for one in told if one.drifts))
         return found
 
     def _scene(self, now: float) -> Scene:

@@ -43,6 +43,7 @@ EMPTY_KV = 0.05  # "near 0"
 CROWDED_KV = 0.5  # below, no request was preempted
 NOT_WORTH_IT = 0.15  # prefix-cache hit rate
 HALF = 0.5
+SHARE_TOP = 1.0 + 1e-9  # what rounding may make of 1
 LIVE = (("generation_tokens", ""), ("itl", "count"), ("steps", ""), ("graph_passes", "graph"),
         ("graph_passes", "eager"), ("probe_steps", ""))  # move while an answer is written
 PROGRESS = (*LIVE, ("ttft", "count"), ("prompt_tokens", ""), ("finished", "stop"), ("finished", "length"))
@@ -70,6 +71,7 @@ class Target:
     port: int = 0  # of this machine; 0: it is another's
     stopping_at: float | None = None  # its pod was asked to stop, or is gone
     at_end: frozenset[str] = frozenset()  # samples of it that move only when a request ends
+    drifting: frozenset[str] = frozenset()  # samples of it that may rise for ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -1012,6 +1014,8 @@ def prefix_cache_hit_rate(ask: Ask) -> Signal:
     needed = ask.rule.min_count or 1
     if queries < needed:
         return ask.idle(f"{queries:.0f} of at least {needed} tokens looked up")
+    if hits > queries * SHARE_TOP:
+        return ask.gap(Why.OUT_OF_RANGE, f"{hits:.0f} hits of {queries:.0f} tokens looked up: not counted alike")
     rate = hits / queries
     evidence: dict[str, Any] = {"hits_tokens": hits, "queries_tokens": queries}
     if rate < NOT_WORTH_IT:
@@ -1278,6 +1282,8 @@ def spec_decode_acceptance(ask: Ask) -> Signal:
     needed = ask.rule.min_count or 1
     if drafted < needed:
         return ask.idle(f"{drafted:.0f} of at least {needed} tokens drafted")
+    if accepted > drafted * SHARE_TOP:
+        return ask.gap(Why.OUT_OF_RANGE, f"{accepted:.0f} of {drafted:.0f} drafts accepted: not counted alike")
     return ask.value(accepted / drafted, at=ask.told_at("spec_draft"),
                      evidence={"accepted_tokens": accepted, "drafted_tokens": drafted})
 
@@ -1360,10 +1366,12 @@ def engine_stuck(ask: Ask) -> Signal:
     flat_limit_s, queue_limit_s = float(ask.rule.params["flat"]), float(ask.rule.params["queue"])
     told = is_live(ask)
     vetoed = running.value + waiting.value > 0 and nobody_is_connected(ask)
-    flat_s = held_s(ask, flat_limit_s, lambda runs, waits: runs + waits > 0, flat=True) if told and not vetoed else 0.0
+    drifts = queue_drifts(ask)  # then only what runs is a witness
+    flat_s = held_s(ask, flat_limit_s, lambda runs, waits: runs + (0.0 if drifts else waits) > 0, flat=True) \
+        if told and not vetoed else 0.0
     routed_s = routed_and_flat_s(ask, flat_limit_s) if told else 0.0
     queue_s = 0.0
-    if isinstance(kv, Sample) and kv.value < EMPTY_KV:
+    if isinstance(kv, Sample) and kv.value < EMPTY_KV and not drifts:
         queue_s = held_s(ask, queue_limit_s, lambda runs, waits: waits > 0 and runs <= 0, flat=False)
     value = max(flat_s / flat_limit_s, routed_s / flat_limit_s, queue_s / queue_limit_s)
     evidence: dict[str, Any] = {"running": running.value, "waiting": waiting.value, "flat_s": flat_s,
@@ -1374,6 +1382,11 @@ def engine_stuck(ask: Ask) -> Signal:
         evidence |= witness.evidence
         value = max(value, witness.value or 0.0)
     return ask.value(value, at=min(running.at, waiting.at), evidence=evidence)
+
+
+def queue_drifts(ask: Ask) -> bool:
+    """Whether this engine's gauge of waiting requests may rise for ever: alone it would page of every idle hour."""
+    return ask.target is not None and "waiting" in ask.target.drifting
 
 
 def nobody_is_connected(ask: Ask) -> bool:
@@ -1441,8 +1454,9 @@ def unanswered(ask: Ask) -> Signal | None:
     if last is None or silent is None or silent.code is not Why.TIMEOUT:
         return None
     at, running, waiting = last
+    busy = running + (0.0 if queue_drifts(ask) else waiting) > 0
     refused = any(down > 0 for _, down in ask.windows.history(name, "down", at))
-    if running + waiting <= 0 or refused or not isinstance(rung, Sample) or rung.value > 1:
+    if not busy or refused or not isinstance(rung, Sample) or rung.value > 1:
         return None
     reads = [at, *(read_at for read_at, _ in ask.windows.history(name, "rung", at) if read_at > at)]
     most_s = LATE_INTERVALS * ask.windows.interval_s  # a suspended host is not a silent engine

@@ -37,6 +37,7 @@ UNREADABLE = frozenset({Why.NOT_A_NUMBER, Why.BAD_LINE, Why.SENTINEL, Why.OUT_OF
 # Counted by a device over its life: what it stood at when it was first seen happened before.
 LIFETIME = frozenset(name for name, kind in SAMPLES.items() if kind == "counter" and name.startswith("gpu_"))
 NAN = math.nan
+ROUNDING = 1e-9  # of a counter's value
 
 
 class Row(NamedTuple):
@@ -176,11 +177,11 @@ class Track:
         With what dropped goes what its subject does not tell now: it will come back as the new process counts it.
         """
         last_raw = self._last_raw
-        dropped = {key[1] for key, value in values.items() if key in last_raw and value < last_raw[key]}
+        dropped = {key[1] for key, value in values.items() if key in last_raw and is_drop(last_raw[key], value)}
         for subject in dropped:
             self.restarted_at = at
             for key, last in last_raw.items():
-                if key[1] == subject and not values.get(key, NAN) >= last:
+                if key[1] == subject and (key not in values or is_drop(last, values[key]) or math.isnan(values[key])):
                     last_raw[key] = 0.0
         for key, value in values.items():
             if key[0] == "process_start" and not math.isnan(value):
@@ -197,7 +198,7 @@ class Track:
         last = self._last_raw.get(key)
         self._last_raw[key] = value
         total = last_number(column)
-        return total if last is None else total + value - last
+        return total if last is None or value < last else total + value - last
 
     def _trim(self, at: float) -> None:
         extra = bisect_right(self.times, at - self.keep_s)
@@ -316,6 +317,11 @@ def number_before(column: Sequence[float], i: int, otherwise: float) -> float:
             return column[i]
         i -= 1
     return otherwise
+
+
+def is_drop(last: float, value: float) -> bool:
+    """Whether a counter fell, and with it its process. A sum of floats, added up in another order, may lose a bit."""
+    return value < last - ROUNDING * last
 
 
 def is_coarse(key: SeriesKey) -> bool:
@@ -652,7 +658,10 @@ class Windows:
         restarted_at = self.restarted_at(subject, name)
         if now != rises.keys() and restarted_at is not None and restarted_at > since:
             rises = self.increases(subject, name, restarted_at)
-        return {bound(key): rise for key, rise in rises.items() if key in now and key not in ("sum", "count")}
+        found = {bound(key): rise for key, rise in rises.items() if key in now and key not in ("sum", "count")}
+        if found and math.inf not in found and "count" in now:  # what is over the last bound is in the count
+            found[math.inf] = rises["count"]
+        return found
 
     def moved_at(self, subject: str, name: str, since: float, key: str = "") -> float | None:
         """When a series last told another number than before, not looking back beyond `since`; None: it did not."""

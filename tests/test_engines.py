@@ -19,7 +19,7 @@ from agent.model import SAMPLES, Batch, EngineFacts, Found, Gap, Sample, Signal
 from agent.signals import Scene, Target, compute
 from agent.windows import Windows
 from tests.engine_pages import GOLDEN, GOLDEN_AT_S, PAGES, sglang
-from tests.scenes import SLO, T0, built_in
+from tests.scenes import SLO, T0, ask, built_in, times
 
 EVERY_S, LASTS_S = 30.0, 2400.0
 
@@ -372,6 +372,21 @@ def test_an_index_and_a_bound_that_are_no_numbers_are_left_out() -> None:
         page = (GOLDEN / f"{name}.txt").read_text()
         readings = PageReader("t").read(page.replace('le="0.5"', 'le="5t_llm"').encode(), "text/plain", T0)
         assert "5t_llm" not in {reading.key for reading in readings}
+
+
+def test_tgis_queue_that_only_rises_is_no_witness() -> None:
+    """TGI#2192: the gauge stood at 3 all night with nothing there, and somebody was woken for a stuck engine."""
+    idle = ("tgi_request_count 9\ntgi_request_success 9\ntgi_batch_current_size %d\ntgi_queue_size 3\n"
+            "tgi_batch_current_max_tokens 0\ntgi_batch_max_total_tokens 10000\ntgi_batch_inference_count 9\n")
+    for running, want in ((0, 0.0), (1, 1.5)):
+        reader, windows = PageReader("t"), Windows(5.0)
+        for at in times(0, 180):
+            windows.ingest(Batch("t", T0 + at, 0.0, tuple(reader.read((idle % running).encode(), "", T0 + at))))
+        assert reader.facts is not None
+        drifting = frozenset(one.name for one in reader.facts.found if one.drifts)
+        target = Target("t", ("t",), drifting=drifting)
+        got = ask(Scene(windows, T0 + 180, "node", SLO, {"t": target}), "engine-stuck", "t")
+        assert (drifting, got.value) == ({"waiting"}, want)
 
 
 @pytest.mark.parametrize(("era", "at_end"), [("tgi-3.3.7", True), ("vllm-0.32", False)])

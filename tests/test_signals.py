@@ -314,6 +314,13 @@ def test_c039_no_request_in_the_window_is_nothing_to_judge() -> None:
     assert (got.state, got.value) == ("idle", None)
 
 
+def test_what_is_over_the_last_bound_is_in_the_count_where_no_bucket_tells_it() -> None:
+    """A page without le="+Inf": 50 of 1,000 were over half a second, and looked like none of 950."""
+    told = {"ttft.0.25": 900.0, "ttft.0.5": 950.0, "ttft.count": 1000.0, "ttft.sum": 50.0}
+    got = at_end(serve(0, 600, lambda at: told if at >= 400 else dict.fromkeys(told, 0.0)), "ttft-p99", 600)
+    assert (got.evidence["n"], got.evidence["slow"], verdict(got, "ttft-p99")) == (1000, 50, "breach")
+
+
 def two_engines(one: Numbers, two: Numbers | None, end: float = 600.0) -> Windows:
     """A page that tells two engines of one target; None: it tells only the first any more, for the last 100 s."""
     windows = Windows(5.0)
@@ -624,6 +631,16 @@ def test_c031_the_hit_rate_is_of_the_window() -> None:
     assert got.evidence["note"] == "does not pay for itself"
     serve(605, 1300, {"prefix_queries": 20_000.0, "prefix_hits": 3020.0}, into=windows)
     assert at_end(windows, "prefix-cache-hit-rate", 1300).state == "idle"
+
+
+def test_more_hits_than_lookups_are_no_rate() -> None:
+    """Retried requests were counted among the hits alone (vllm#43736): 120 % is no healthy cache. Nor are drafts."""
+    for of, part, rule in (("prefix_queries", "prefix_hits", "prefix-cache-hit-rate"),
+                           ("spec_draft", "spec_accepted", "spec-decode-acceptance")):
+        windows = serve(0, 1200, lambda at, of=of, part=part: {  # type: ignore[misc]
+            of: 10_000.0 if at >= 1000 else 0.0, part: 12_000.0 if at >= 1000 else 0.0})
+        got = at_end(windows, rule, 1200)
+        assert (got.state, got.code) == ("gap", Why.OUT_OF_RANGE)
 
 
 def test_what_makes_a_hit_rate_no_verdict() -> None:

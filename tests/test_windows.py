@@ -43,6 +43,16 @@ def test_c036_after_a_drop_the_counter_counts_from_zero() -> None:
     assert windows.restarted_at("e", "preemptions") == T0 + 120
 
 
+def test_a_sum_that_lost_a_bit_is_no_restart() -> None:
+    """Several processes' sums were added in another order: 1e-12 less read as a restart, and the lifetime as new."""
+    story: list[float] = [1234.5, 1240.5, 1240.5 - 1e-12, 1240.5, 1241.5]
+    windows = Windows(5.0)
+    for i, total in enumerate(story):
+        read(windows, 5.0 * i, "e", {"ttft.sum": total, "ttft.count": 100.0})
+    assert windows.increase("e", "ttft", T0, key="sum") == pytest.approx(7.0)
+    assert windows.restarted_at("e", "ttft") is None
+
+
 def test_a_restart_that_counts_past_the_old_total_shows_in_the_process_start_time() -> None:
     """The new process has counted 700 since: that is 700 more, not 200."""
     assert rise(counted([500, 500, 700], start=[T0 - 99, T0 - 99, T0 + 6]), 0) == 700

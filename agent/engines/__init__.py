@@ -41,6 +41,7 @@ class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     part: Literal["sum", "count"] | None = None  # of a histogram, where the quantity is a counter
     beside: bool = False  # another way to the same number, not an older name
     at_end: bool = False  # a counter that moves only when a request ends
+    drifts: bool = False  # a gauge that may rise for ever: by itself no witness of work
 
 
 class Also(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

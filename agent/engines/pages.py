@@ -581,7 +581,7 @@ class PageReader:
                     empty = "" if (name, subject) in told else "nothing counted yet"
                     parts = (since, had.alias.note, self._moved.get(name, ""), empty)
                     found.append(Found(name, subject, _spelt(had), note="; ".join(part for part in parts if part),
-                                       at_end=had.alias.at_end))
+                                       at_end=had.alias.at_end, drifts=had.alias.drifts))
         model = names.map.model_label
         models = (s.labels[model] for s in page.series if model is not None and s.labels.get(model) not in NAMELESS)
         engines = tuple(subjects.values())
