@@ -111,11 +111,6 @@ class Budget(NamedTuple):
                 f" {gb(self.gpu_bytes)}")
 
 
-def weight_bytes(parameters: float, form: str = "bfloat16") -> float:
-    """Parameters × bytes of one: BF16 2, FP8 and INT8 1, INT4 0.5. Raises KeyError: no such form."""
-    return parameters * BYTES_OF[form]
-
-
 def budget(*, weights: float, kv: float, gpu_bytes: float, gpus: int = 1, copies: float = 1.0,
            temporaries: float = TEMPORARIES_BYTES) -> Budget:
     """What weights and KV cache (bytes over all ranks) take of each of `gpus` GPUs of `gpu_bytes`.
@@ -245,7 +240,7 @@ def _windowed(text: Mapping[str, Any], layers: int) -> tuple[int, int]:
     if isinstance(kinds, list):
         count = sum(kind == "sliding_attention" for kind in kinds[:layers])
     elif every:
-        count = sum((layer + 1) % every != 0 for layer in range(layers))
+        count = layers - layers // every
     else:  # all of them (Mistral 7B v0.1), or those above (Qwen2)
         count = max(0, layers - (_int(text.get("max_window_layers")) or 0))
     return (count, window) if count else (0, 0)

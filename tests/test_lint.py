@@ -14,13 +14,14 @@ from msgspec import convert
 
 from agent import lint, lint_facts, lint_report, lint_running
 from agent.__main__ import main
-from agent.budget import Shape, budget, kv_token_bytes, least_gpus, shape_of, weight_bytes
+from agent.budget import Shape, budget, kv_token_bytes, least_gpus, shape_of
 from agent.config import CanaryConfig, Config, EngineConfig, ProbeConfig
 from agent.daemon import setup_of
 from agent.lint_case import Facts
 from agent.model import FoundEngine
 from agent.signals import Target
 from agent.sources.discovery import Process, options_of
+from agent.weights import Form, Held, held
 from tests.test_node import node, restarted
 
 NOW = 1_000_000_000.0
@@ -259,14 +260,14 @@ def test_what_is_so_of_all_engines_is_said_once() -> None:
 
 def test_a_70b_model_on_one_80_gb_card_is_refused() -> None:
     """140 GB of weights: no KV cache is small enough. With 20 % on top it takes four such cards, not two."""
-    assert weight_bytes(70e9) == 140e9
+    assert held(Shape(80, 8, 128, parameters=70e9), Form("")) == Held(140e9, "70,000,000,000 parameters")
     assert not budget(weights=140e9, kv=0.0, gpu_bytes=80e9).fits
     assert least_gpus(weights=140e9, kv=0.0, gpu_bytes=80e9) == 4  # on two: 1.2 × (70 + 1.5) = 85.8 GB
 
 
 def test_the_seed_s_line_for_llama_2_7b_and_ours() -> None:
     """14 GB of weights; of its KV cache the seed prints 2.1 GB, its formula makes 68.7 GB, its text says 8 GB."""
-    assert weight_bytes(7e9) == 14e9
+    assert held(Shape(32, 32, 128, parameters=7e9), Form("")) == Held(14e9, "7,000,000,000 parameters")
     assert 2 * 32 * 128 * 4096 * 32 * 2 == 2_147_483_648  # as printed
     assert 2 * 32 * 4096 * 4096 * 32 * 2 == 68_719_476_736  # its formula, with the hidden size
     shape = shape_of(LLAMA_2_7B)

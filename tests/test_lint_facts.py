@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agent import lint, lint_facts, weights
 from agent.budget import (
@@ -188,6 +190,27 @@ def test_deepseek_v3_on_eight_cards_of_141_gb() -> None:
 def test_stages_are_counted_with_the_ranks() -> None:
     """141 GB in two stages: TP 1 has 70.6 + 1.5 GB a card, 86.5 with headroom; TP 2 35.3 + 1.5, 44.1: it fits in 80."""
     assert least_gpus(weights=141.1e9, kv=0.0, gpu_bytes=80e9, pipeline=2) == 2
+
+
+ANY_JSON = st.sampled_from([None, True, -2, 0, 7, 10**12, 0.5, float("nan"), "", "fp8", [], [1], ["full_attention", {}],
+                            {}, {"a": None}, {"a": {"input_tensors": 1}}])
+KEYS = st.sampled_from(sorted({*LLAMA_3_8B, *GPT_OSS_120B, *QWEN_2_5_7B, *DEEPSEEK_V3, "text_config", "head_dim",
+                               "config_groups", "global_quant_config", "layer_quant_config", "quant_algo", "act_bits",
+                               "num_kv_shared_layers", "sliding_window_pattern", "compression_config"}))
+ANY_CONFIG = st.dictionaries(KEYS, ANY_JSON | st.dictionaries(KEYS, ANY_JSON, max_size=4), max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(told=ANY_CONFIG, flag=st.sampled_from(["", "fp8", "quark", "compressed-tensors"]))
+def test_a_config_of_any_form_is_read_or_not_and_breaks_nothing(told: dict[str, Any], flag: str) -> None:
+    """A folder holds what somebody wrote: lint answers for the other engines all the same."""
+    for config in (told, {**LLAMA_3_8B, **told}):
+        shape = shape_of(config)
+        weights.held(shape, form_of(flag, config), files_bytes=1e9)
+        if shape is not None:
+            assert 0 <= shape.windowed <= shape.layers
+            assert kv_said(shape, 2.0)
+            assert kv_copies(shape, Ranks(8)) >= 1
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
