@@ -46,7 +46,9 @@ from agent.model import FoundEngine, Rule, Source
 from agent.node import Node, Setup
 from agent.notifiers import Needs, build_channels, channel_names, not_installed
 from agent.outbox import Outbox
+from agent.phase import phase_of
 from agent.signals import CATALOGUE, Target
+from agent.sources.asking import EVERY_S as ASKED_EVERY_S
 from agent.sources.discovery import DiscoverySource
 from agent.sources.engine import EngineSource
 from agent.sources.engine_probe import ProbeSource
@@ -138,13 +140,13 @@ def sources_of(config: Config, shapes: dict[str, bool], cursor: Mapping[str, Any
     sources: list[Source] = [EngineSource(target_name(e), e.url, kind=e.kind, shape=shapes.get(target_name(e)),
                                           patterned=config.pattern is not None)
                              for e in config.engines]
-    sources += canaries_of(config)
+    sources += canaries_of(config, once=once)
     if config.cluster_rules and cluster.configured():
         from agent.sources.workloads import WorkloadsSource  # for one agent of a cluster
 
         sources.append(WorkloadsSource())
     if source_names(config) and judges_all(config):
-        sources += asked_sources(config)
+        sources += asked_sources(config, once=once)
     sources += [RouterSource(target_name(router), router.url, kind=router.kind) for router in config.routers]
     if config.nvml != "off":
         sources += gpus()
@@ -175,8 +177,8 @@ def not_asked(config: Config) -> list[str]:
     return said
 
 
-def asked_sources(config: Config) -> list[Source]:
-    """The PromQL and JSON sources of a configuration."""
+def asked_sources(config: Config, *, once: bool = False) -> list[Source]:
+    """The PromQL and JSON sources of a configuration. `once`: for a single look, which has no time to wait."""
     from agent.sources.json_address import JsonSource  # for those who have any
     from agent.sources.promql import PromqlSource
 
@@ -199,10 +201,11 @@ def asked_sources(config: Config) -> list[Source]:
             return None
         return partial(read_secret, source.token_file, source.token_env)
 
+    phase_s = 0.0 if once else phase_of(config.node or "", ASKED_EVERY_S)
     found: list[Source] = [PromqlSource(one.name, one.url, one.query, with_past=one.name in business, token=token(one),
-                                        judged_by=judged(one.name)) for one in config.sources.promql]
-    return found + [JsonSource(one.name, one.url, one.path, token=token(one), judged_by=judged(one.name))
-                    for one in config.sources.json]
+                                        judged_by=judged(one.name), phase_s=phase_s) for one in config.sources.promql]
+    return found + [JsonSource(one.name, one.url, one.path, token=token(one), judged_by=judged(one.name),
+                               phase_s=phase_s) for one in config.sources.json]
 
 
 def discoveries(config: Config, env: Mapping[str, str]) -> list[Source]:
@@ -225,13 +228,15 @@ def without_api(config: Config) -> list[str]:
     return [f"cluster_rules: replicas-missing is N/A: {why}"]
 
 
-def canaries_of(config: Config) -> list[Source]:
+def canaries_of(config: Config, *, once: bool = False) -> list[Source]:
     """A canary for each address that the configuration names; through an engine's own it also sees that one hang."""
+    phase_s = 0.0 if once else phase_of(config.node or "", config.probe.canary.every)
     asked = config.probe.canary
     has_key = asked.api_key_file is not None or asked.api_key_env is not None
     slo_s = (config.slo.ttft_p99, config.slo.itl_p99)
     return [CanarySource(url, asks=engine_at(config, url), model=asked.model, every_s=asked.every, slo_s=slo_s,
-                         api_key=partial(read_secret, asked.api_key_file, asked.api_key_env) if has_key else None)
+                         api_key=partial(read_secret, asked.api_key_file, asked.api_key_env) if has_key else None,
+                         phase_s=phase_s)
             for url in dict.fromkeys(asked.urls)]
 
 
@@ -337,7 +342,7 @@ def run(config: Config, rules: RuleSet, path: Path | None, gpus: Gpus = real_gpu
     begin(obey, "signals", agent, config, path, reload)
     servers = serve(agent, config)
     assert agent.outbox is not None  # noqa: S101  (build made it)
-    agent.outbox.start()
+    agent.outbox.start(phase_of(config.node or "", config.poll))
     log.info("started", node=config.node, listen=servers[1].address, socket=str(config.socket),
              engines=[target_name(e) for e in config.engines], channels=[r.channel.name for r in agent.routes],
              poll_s=config.poll)

@@ -69,9 +69,13 @@ class Outbox:
                 self._store.notice_rejected(notice.id, self._clock(), why)
                 log.warning("notice_given_up", channel=name, alert=notice.message.key, why=why)
 
-    def start(self) -> None:
-        """Begin. Raises NoThread: a channel would be silent."""
+    def start(self, after_s: float = 0.0) -> None:
+        """Begin, to deliver after so long: a fleet that is started at once must not ring at its receivers at once.
+
+        Raises NoThread: a channel would be silent.
+        """
         for worker in self.workers:
+            worker.hold(after_s)
             self._threads.append(begin(worker.run, f"outbox-{worker.name}"))
 
     def wake(self) -> None:
@@ -140,6 +144,10 @@ class Worker:
     def wake(self) -> None:
         """Look again now."""
         self._wake.set()
+
+    def hold(self, span_s: float) -> None:
+        """Deliver nothing for so long."""
+        self._pause_until = self._clock() + span_s
 
     def stop(self) -> None:
         """End `run` after the send that it is in."""

@@ -32,7 +32,8 @@ import structlog
 from agent.model import AlertMessage, Book
 from agent.notifiers.alertmanager import Alertmanager
 from agent.outbox import Outbox
-from agent.phase import phase_of
+from agent.phase import FIRST_WITHIN_S, first_two, phase_of
+from agent.sources.asking import EVERY_S as ASKED_EVERY_S
 from agent.store import Store
 from bench.figures import Figure, arguments, free_port, say, tell
 from tests.alertmanager import RealAlertmanager
@@ -67,14 +68,14 @@ class Member:
         self.firing: list[AlertMessage] = []
         channel = Alertmanager(CHANNEL, urls, lambda: self.firing, resend_s, 0.0, phase_of(name, resend_s))
         self.outbox = Outbox(self.store, [channel], time.time)
-        self._name = name
+        self.name = name
 
     def fire(self) -> None:
         """Its alert is owed: on disk, not yet sent."""
-        labels = {"alertname": "GpuTemperature", "rule": "gpu-temperature", "node": self._name, "subject": "GPU-0",
+        labels = {"alertname": "GpuTemperature", "rule": "gpu-temperature", "node": self.name, "subject": "GPU-0",
                   "severity": "page"}
-        texts = {"summary": f"GPU-0 of {self._name} is at 91 °C", "evidence": "91 °C, limit 85 °C, for 60 s"}
-        message = AlertMessage(f"{self._name}/gpu-temperature/GPU-0", "firing", "page", labels, texts, time.time())
+        texts = {"summary": f"GPU-0 of {self.name} is at 91 °C", "evidence": "91 °C, limit 85 °C, for 60 s"}
+        message = AlertMessage(f"{self.name}/gpu-temperature/GPU-0", "firing", "page", labels, texts, time.time())
         self.store.commit_tick(message.starts_at, Book(), (), [(CHANNEL, message)])
         self.firing = [message]
 
@@ -98,7 +99,7 @@ def crew(names: Sequence[str], folder: str, urls: Sequence[str], resend_s: float
         steps.wait()  # now
         for member in members:
             if change is Member.fire:
-                member.outbox.start()
+                member.outbox.start(phase_of(member.name, POLL_S))
             member.outbox.wake()
         steps.wait()  # it has come
     for member in members:
@@ -202,10 +203,14 @@ def run(agents: int, resend_s: float, patience_s: float) -> tuple[list[Came], li
         return came(list(receiver.arrivals)), counts, took
 
 
-def spread(agents: int, every_s: float) -> float:
-    """The fullest second of a period ÷ the mean one, where each node does something once a period."""
-    seconds = Counter(int(phase_of(name_of(n), every_s)) for n in range(agents))
-    return max(seconds.values()) / (agents / every_s)
+def peak(times: Sequence[float], span_s: float) -> float:
+    """The fullest second of a span ÷ the mean one."""
+    return max(Counter(int(at % span_s) for at in times).values()) / (len(times) / span_s)
+
+
+def phases(every_s: float) -> list[float]:
+    """When in a period each node of a fleet does what all do once in it."""
+    return [phase_of(name_of(n), every_s) for n in range(AGENTS)]
 
 
 def figures(agents: int, found: Sequence[Came], counts: Sequence[float], took: Mapping[str, float]) -> list[Figure]:
@@ -215,6 +220,7 @@ def figures(agents: int, found: Sequence[Came], counts: Sequence[float], took: M
     groups = {(one.node, one.group) for one in found}  # a node has one alert: one group key
     tellings = Counter((one.node, one.status, one.starts_at) for one in found)
     keys = {(one.node, one.starts_at) for one in found}
+    asked = [first_two(phase_s, ASKED_EVERY_S) for phase_s in phases(ASKED_EVERY_S)]  # a shared Prometheus
     return [
         Figure("fleet_agents", agents, "agents"),
         Figure("fleet_lost", lost, f"of_{2 * agents}", 0.0),
@@ -224,8 +230,10 @@ def figures(agents: int, found: Sequence[Came], counts: Sequence[float], took: M
         Figure("fleet_firing_all_told", took["firing"], "s"),
         Figure("fleet_resolved_all_told", took["resolved"], "s"),
         Figure("fleet_resend_peak", max(counts) / (agents / len(counts)), "x_mean", 2.0),
-        Figure("fleet_poll_peak", spread(AGENTS, POLL_S), "x_mean", 2.0),
-        Figure("fleet_resend_60s_peak", spread(AGENTS, RESEND_S), "x_mean", 2.0),
+        Figure("fleet_poll_peak", peak(phases(POLL_S), POLL_S), "x_mean", 2.0),  # and a start's first deliveries
+        Figure("fleet_resend_60s_peak", peak(phases(RESEND_S), RESEND_S), "x_mean", 2.0),  # and heartbeats
+        Figure("fleet_first_asked_peak", peak([first for first, _ in asked], FIRST_WITHIN_S), "x_mean", 2.0),
+        Figure("fleet_asked_peak", peak([second for _, second in asked], ASKED_EVERY_S), "x_mean", 2.0),
     ]
 
 

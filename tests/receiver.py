@@ -158,6 +158,7 @@ class Receiver:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # with socketserver's 5 a burst of pages waits a second for its SYN to be sent again
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is part of many a test; anything else is a fault of the test's own."""

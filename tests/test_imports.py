@@ -132,11 +132,11 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "agent.sources.workloads": Row("agent.model agent.sources.pods agent.threads drills.cluster", "threading"),
     "agent.sources.engine_probe": Row("agent.model", WORLD),
-    "agent.sources.probe": Row("agent.model agent.sources.fetch agent.threads", WORLD),
+    "agent.sources.probe": Row("agent.model agent.phase agent.sources.fetch agent.threads", WORLD),
     "agent.sources.router": Row(
         "agent.engines agent.engines.pages agent.exposition agent.model agent.sources.fetch", WORLD
     ),
-    "agent.sources.asking": Row("agent.model agent.sources.fetch agent.threads", WORLD),
+    "agent.sources.asking": Row("agent.model agent.phase agent.sources.fetch agent.threads", WORLD),
     "agent.sources.promql": Row("agent.model agent.sources.asking agent.sources.fetch", "msgspec"),
     "agent.sources.json_address": Row("agent.json_path agent.model agent.sources.asking", "msgspec"),
     "agent.sources.kernel_log": Row(
@@ -162,7 +162,7 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "agent.notifiers.channel": Row("agent.model agent.proxy agent.retry_after", WORLD),
     "agent.notifiers.alertmanager": Row("agent.model agent.notifiers.channel agent.phase"),
-    "agent.notifiers.heartbeat": Row("agent.model agent.notifiers.channel"),
+    "agent.notifiers.heartbeat": Row("agent.model agent.notifiers.channel agent.phase"),
     "agent.notifiers.kubernetes": Row("agent.model agent.notifiers.channel drills.cluster", "http"),
     "agent.notifiers.webhook": Row("agent.model agent.notifiers.channel"),
     "agent.notifiers.trial": Row("agent.model agent.notifiers", "time"),
@@ -192,12 +192,12 @@ MAY_IMPORT: dict[str, Row] = {
         WORLD,
     ),
     "agent.daemon": Row(
-        "agent agent.config agent.loop agent.model agent.node agent.notifiers agent.outbox agent.patterns"
+        "agent agent.config agent.loop agent.model agent.node agent.notifiers agent.outbox agent.patterns agent.phase"
         " agent.sdnotify agent.signals"
-        " agent.sources.discovery agent.sources.engine agent.sources.engine_probe agent.sources.fetch"
-        " agent.sources.gpu_devices agent.sources.json_address agent.sources.kernel_log agent.sources.nvml"
-        " agent.sources.pod_resources agent.sources.pods agent.sources.probe agent.sources.promql agent.sources.router"
-        " agent.sources.workloads agent.store agent.strict agent.threads"
+        " agent.sources.asking agent.sources.discovery agent.sources.engine agent.sources.engine_probe"
+        " agent.sources.fetch agent.sources.gpu_devices agent.sources.json_address agent.sources.kernel_log"
+        " agent.sources.nvml agent.sources.pod_resources agent.sources.pods agent.sources.probe agent.sources.promql"
+        " agent.sources.router agent.sources.workloads agent.store agent.strict agent.threads"
         " agent.web.app agent.web.pages agent.web.server drills drills.cluster rules",
         WORLD,
     ),

@@ -103,6 +103,20 @@ def play(worker: Worker, clock: Clock, until: float) -> None:
         clock.now = max(again_at, clock.now + 0.001)
 
 
+def test_a_start_holds_back_what_is_owed_until_the_nodes_own_moment(store: Store) -> None:
+    """A fleet is started anew with pages owed: each agent rings in its own part of the first poll, and not before."""
+    clock = Clock()
+    tape = Tape(clock)
+    worker = worker_of(store, tape, clock)
+    owe(store, 1000.0, message("a"))
+
+    worker.hold(2.5)
+    worker.wake()
+    play(worker, clock, 1010.0)
+
+    assert tape.sent == [(1002.5, "a", "firing")]
+
+
 def test_what_is_owed_is_sent_once_and_in_order(store: Store) -> None:
     """Two pages and a resolve: each arrives once, the resolve after its firing."""
     clock = Clock()

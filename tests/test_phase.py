@@ -12,7 +12,8 @@ from agent.loop import Agent, Collector
 from agent.model import AlertMessage, Source
 from agent.node import Node, Setup
 from agent.notifiers.alertmanager import Alertmanager
-from agent.phase import next_at, phase_of
+from agent.notifiers.heartbeat import Heartbeat
+from agent.phase import first_two, next_at, phase_of
 from agent.store import Store
 from rules import severity_of
 from tests.scenes import SLO, T0
@@ -29,6 +30,43 @@ def test_no_second_has_more_than_twice_its_share(name: Callable[[int], str], eve
     assert sum(seconds.values()) == 1000
     assert set(seconds) == set(range(every_s))
     assert max(seconds.values()) <= 2 * 1000 / every_s
+
+
+@pytest.mark.parametrize("name", FLEETS, ids=["numbered", "long", "racks"])
+@pytest.mark.parametrize("every_s", [15, 30, 60])
+def test_a_fleet_started_at_once_asks_no_shared_address_at_once(name: Callable[[int], str], every_s: int) -> None:
+    """1,000 agents, one Prometheus: within 5 s each has asked (200 a second in the mean), then in its own second."""
+    starts = [first_two(phase_of(name(n), every_s), every_s) for n in range(1000)]
+    firsts = Counter(int(first) for first, _ in starts)
+    assert set(firsts) == set(range(5))
+    assert max(firsts.values()) <= 2 * 200
+    later = Counter(int(second % every_s) for _, second in starts)
+    assert max(later.values()) <= 2 * 1000 / every_s
+    assert all(every_s / 2 <= second - first <= 2 * every_s for first, second in starts)
+
+
+def test_the_first_two_times_by_hand() -> None:
+    """A quarter into a minute: after 1.25 s, and after a whole minute more; nine tenths: after 4.5 s, and after 54."""
+    assert first_two(15.0, 60.0) == (1.25, 75.0)
+    assert first_two(54.0, 60.0) == (4.5, 54.0)
+    assert first_two(0.0, 15.0) == (0.0, 15.0)
+    assert first_two(1.0, 2.0) == (1.0, 3.0)  # a period of less than 5 s is its own
+
+
+def test_heartbeats_of_a_fleet_are_spread_after_the_first() -> None:
+    """All were started at once; a node that is started anew beats at once, and then at the same second as before."""
+    beats = Counter[int]()
+    for n in range(1000):
+        heart = Heartbeat("heartbeat", lambda: "", 60.0, lambda: True, phase_of(f"gpu-{n}", 60.0))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("agent.notifiers.heartbeat.request", lambda *_: None)
+            beats[int(heart.pulse(T0, ()) % 60)] += 1
+    assert sum(beats.values()) == 1000
+    assert max(beats.values()) <= 2 * 1000 / 60
+    again = Heartbeat("heartbeat", lambda: "", 60.0, lambda: True, phase_of("gpu-17", 60.0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agent.notifiers.heartbeat.request", lambda *_: None)
+        assert again.pulse(T0 + 7.0, ()) % 60 == pytest.approx(60 * 0x197545B3CFE4 / 2**48)
 
 
 def test_a_name_keeps_its_phase() -> None:

@@ -96,7 +96,8 @@ def _webhook(name: str, item: NotifyConfig, needs: Needs) -> Channel:
 
 def _heartbeat(name: str, item: NotifyConfig, needs: Needs) -> Channel:
     assert item.heartbeat is not None  # noqa: S101
-    return Heartbeat(name, _address(item.heartbeat), item.heartbeat.every, needs.healthy)
+    every_s = item.heartbeat.every
+    return Heartbeat(name, _address(item.heartbeat), every_s, needs.healthy, phase_of(needs.node, every_s))
 
 
 def _pagerduty(name: str, item: NotifyConfig, needs: Needs) -> Channel:

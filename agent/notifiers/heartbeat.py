@@ -6,18 +6,24 @@ from collections.abc import Callable, Sequence
 
 from agent.model import AlertMessage
 from agent.notifiers.channel import Channel, request
+from agent.phase import next_at
 
 LOOK_AGAIN_S = 5.0
 
 
 class Heartbeat(Channel):
-    """GETs the address that `url` gives, every `every_s`, while `healthy()`; no notice is ever sent through it."""
+    """GETs the address that `url` gives, every `every_s`, while `healthy()`; no notice is ever sent through it.
 
-    def __init__(self, name: str, url: Callable[[], str], every_s: float, healthy: Callable[[], bool]) -> None:
+    `phase_s`: how far into each `every_s` of unix time it beats, after a first beat at once; None: counted from that.
+    """
+
+    def __init__(self, name: str, url: Callable[[], str], every_s: float, healthy: Callable[[], bool],
+                 phase_s: float | None = None) -> None:
         self.name = name
         self._url = url
         self._every_s = every_s
         self._healthy = healthy
+        self._phase_s = phase_s
         self._next = 0.0
 
     def pulse(self, now: float, held: Sequence[AlertMessage]) -> float:  # noqa: ARG002
@@ -27,5 +33,5 @@ class Heartbeat(Channel):
         if not self._healthy():
             return now + min(LOOK_AGAIN_S, self._every_s)
         request("GET", self._url(), now)
-        self._next = now + self._every_s
+        self._next = now + self._every_s if self._phase_s is None else next_at(now, self._every_s, self._phase_s)
         return self._next

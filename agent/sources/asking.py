@@ -13,6 +13,7 @@ from contextlib import closing
 from typing import NamedTuple
 
 from agent.model import Batch, Gap, Sample, Why
+from agent.phase import first_two
 from agent.sources.fetch import Answer, Fetcher, FetchError, shown_address
 from agent.threads import begin
 
@@ -51,15 +52,17 @@ class Asking(ABC):
         token: reads the bearer's token when it is used (raises an OSError or ValueError of its own words); None: none.
         judged_by: the rules that judge it, for the note.
         every_s, connect_s, total_s: the pace and the deadlines.
+        phase_s: how far into each `every_s` it asks; a fleet that is started at once asks one address.
     """
 
     def __init__(self, source: str, kind: str, url: str, *, token: Callable[[], str] | None = None,
                  judged_by: str = "", every_s: float = EVERY_S, connect_s: float = CONNECT_S,
-                 total_s: float = TOTAL_S) -> None:
+                 total_s: float = TOTAL_S, phase_s: float = 0.0) -> None:
         self.name = f"{kind}:{source}"
         self.source, self.url, self.judged_by = source, shown_address(url), judged_by
         self.note = ""
         self._token, self._every_s, self._connect_s, self._total_s = token, every_s, connect_s, total_s
+        self._begins_s = first_two(phase_s, every_s)
         self._last: tuple[float, Told] | None = None  # when it was told (monotonic), and what
         self._seen: dict[str, float] = {}  # subject -> when it last had a value (monotonic)
         self._fetchers: dict[str, Fetcher] = {}  # address with its query -> who asks it
@@ -72,7 +75,7 @@ class Asking(ABC):
         start = time.monotonic()
         if self._thread is None and not self._stop.is_set():
             self._thread = begin(self._run, self.name)
-            self._first.wait(FIRST_S)
+            self._first.wait(0.0 if self._begins_s[0] else FIRST_S)  # what asks later is awaited by nobody
         last = self._last
         ago_s = time.monotonic() - (start if last is None else last[0])
         if last is None or ago_s > 2 * self._every_s + self._total_s:
@@ -90,13 +93,18 @@ class Asking(ABC):
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        (first_s, second_s), began = self._begins_s, time.monotonic()
+        due = began + second_s
+        self._stop.wait(first_s)
         while not self._stop.is_set():
-            start = time.monotonic()
-            told = self._whole(start)
+            told = self._whole(time.monotonic())
             self._last = (time.monotonic(), told)
             self.note = "; ".join(filter(None, (summary(told.readings), *told.notes, self.judged_by)))
             self._first.set()
-            self._stop.wait(max(0.5, self._every_s - (time.monotonic() - start)))
+            late_s = time.monotonic() - due
+            due += self._every_s * max(0, -(-late_s // self._every_s))  # a question that took longer skips a beat
+            self._stop.wait(max(0.5, due - time.monotonic()))
+            due += self._every_s
         for fetcher in self._fetchers.values():
             fetcher.close()
 

@@ -48,9 +48,9 @@ class JsonSource(Asking):
 
     def __init__(self, source: str, url: str, path: str, *, token: Callable[[], str] | None = None,
                  judged_by: str = "", every_s: float = EVERY_S, connect_s: float = CONNECT_S,
-                 total_s: float = TOTAL_S) -> None:
+                 total_s: float = TOTAL_S, phase_s: float = 0.0) -> None:
         super().__init__(source, "json", url, token=token, judged_by=judged_by, every_s=every_s, connect_s=connect_s,
-                         total_s=total_s)
+                         total_s=total_s, phase_s=phase_s)
         self._address, self._steps = url, steps_of(path)
 
     def ask(self, start: float) -> Told:

@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from agent.model import Batch, Gap, Sample, Why
+from agent.phase import first_two
 from agent.sources.fetch import shown_address
 from agent.threads import begin
 
@@ -84,11 +85,12 @@ class CanarySource:
         every_s: from one question to the next.
         slo_s: bounds that its histograms have besides, so that the service levels can be judged.
         whole_every: of so many questions one is not streamed; 0: all are.
+        phase_s: how far into each `every_s` it asks; a fleet that is started at once asks one address.
     """
 
     def __init__(self, url: str, *, asks: str | None = None, model: str | None = None,
                  api_key: Callable[[], str] | None = None, every_s: float = 30.0, slo_s: tuple[float, ...] = (),
-                 answer_s: float = ANSWER_S, whole_every: int = WHOLE_EVERY) -> None:
+                 answer_s: float = ANSWER_S, whole_every: int = WHOLE_EVERY, phase_s: float = 0.0) -> None:
         base = url.rstrip("/").removesuffix("/v1")
         self.url = shown_address(base)
         self.name = f"canary:{self.url}"
@@ -96,6 +98,7 @@ class CanarySource:
         self.held = False  # its engine sleeps: nothing is asked
         self._base, self._model, self._api_key = base, model, api_key
         self._every_s, self._answer_s = every_s, answer_s
+        self._begins_s = first_two(phase_s, every_s)
         bounds_s = tuple(sorted({*BOUNDS_S, *slo_s}))
         self._lock = threading.Lock()
         self._ttft, self._itl, self._whole = Histogram(bounds_s), Histogram(bounds_s), Histogram(bounds_s)
@@ -149,10 +152,14 @@ class CanarySource:
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        first_s, second_s = self._begins_s
+        self._stop.wait(first_s)
+        every_s = second_s - first_s  # once; from then on its own pace
         while not self._stop.is_set():
             start = time.monotonic()
             is_late = False if self.held else self._ask(start)
-            self._stop.wait(0.1 if is_late else max(0.1, self._every_s - (time.monotonic() - start)))
+            self._stop.wait(0.1 if is_late else max(0.1, every_s - (time.monotonic() - start)))
+            every_s = self._every_s
 
     def _ask(self, start: float) -> bool:
         """Ask once, and count. Whether no answer came in time."""

@@ -121,9 +121,9 @@ class PromqlSource(Asking):
 
     def __init__(self, source: str, url: str, query: str, *, with_past: bool = False,
                  token: Callable[[], str] | None = None, judged_by: str = "", every_s: float = EVERY_S,
-                 connect_s: float = CONNECT_S, total_s: float = TOTAL_S) -> None:
+                 connect_s: float = CONNECT_S, total_s: float = TOTAL_S, phase_s: float = 0.0) -> None:
         super().__init__(source, "promql", url, token=token, judged_by=judged_by, every_s=every_s,
-                         connect_s=connect_s, total_s=total_s)
+                         connect_s=connect_s, total_s=total_s, phase_s=phase_s)
         self._base = url.rstrip("/").removesuffix(PATH) + PATH
         # what Thanos would answer in part it shall refuse; Prometheus and Mimir do not know the word, and ignore it
         self._asked = {"query": query, "timeout": f"{MARGIN * total_s * 1000:.0f}ms", "partial_response": "false"}
