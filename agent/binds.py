@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from agent.model import GpuFacts, Sample
@@ -345,14 +346,19 @@ def look(scene: Scene, target: Target, engine: str, kind: str = "unknown") -> Se
              _since(windows.backward(engine, ("running", ""), ("waiting", "")), start)][::-1]
     peak = windows.highest(engine, "running") or 0.0
 
-    def rise(name: str, key: str = "") -> float | None:
-        by = next(iter(scene.tellers(target, name)), engine)
-        owner = engine if windows.keys_now(engine, name) else by
-        return windows.increase(owner, name, start, key=key) if key in windows.keys_now(owner, name) else None
-
+    rise = partial(rise_of, scene, target, engine, start)
     return Seen(engine, kind, window_s, reads, peak, rise("preemptions"), rise("ttft", "sum"), rise("ttft", "count"),
                 rise("itl", "sum"), rise("itl", "count"), rise("prompt_tokens"), rise("generation_tokens"),
                 kv_tokens(scene, engine), router_queue(scene), gpus_seen(scene, target, start), scene.sleeps(engine))
+
+
+def rise_of(scene: Scene, target: Target, engine: str, start: float, name: str, key: str = "") -> float | None:
+    """What a counter of an engine rose since `start`, as it tells or its target for all; None where neither does."""
+    told, by = scene.windows.keys_now(engine, name), engine
+    if not told:
+        by = next(iter(scene.tellers(target, name)), engine)
+        told = scene.windows.keys_now(by, name)
+    return scene.windows.increase(by, name, start, key=key) if key in told else None
 
 
 def kv_tokens(scene: Scene, engine: str) -> float | None:

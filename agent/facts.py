@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from agent.binds import kv_tokens
+from functools import partial
+
+from agent.binds import kv_tokens, rise_of
 from agent.model import Sample
 from agent.signals import Scene, Target
 
@@ -19,11 +21,7 @@ def facts_of(scene: Scene, target: Target, engine: str, span_s: float = LONGEST_
     windows, now = scene.windows, scene.now
     start = now - min(span_s, scene.clip_windows_to_s or span_s)
 
-    def rise(name: str, key: str = "") -> float | None:
-        own = key in windows.keys_now(engine, name)
-        by = engine if own else next(iter(scene.tellers(target, name)), engine)
-        return windows.increase(by, name, start, key=key) if key in windows.keys_now(by, name) else None
-
+    rise = partial(rise_of, scene, target, engine, start)
     ttft_s, queue_s = (_ratio(rise(name, "sum"), rise(name, "count")) for name in ("ttft", "queue_time"))
     prompt = _ratio(rise("prompt_tokens"), rise("ttft", "count"))
     prefill_s = None if ttft_s is None or queue_s is None else max(0.0, ttft_s - queue_s)

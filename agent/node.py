@@ -116,7 +116,7 @@ class Learned:
     energy: dict[str, float] = field(default_factory=dict)  # uuid -> mJ since it was reset
     nvlinks: dict[str, int] = field(default_factory=dict)  # uuid -> bit mask of links that were up in this boot
     gpu_state: dict[str, dict[str, float]] = field(default_factory=dict)  # uuid -> what it told of its state, when
-    marks: dict[str, dict[str, Any]] = field(default_factory=dict)  # engine -> what binds it since when, a binds.Mark
+    marks: dict[str, Any] = field(default_factory=dict)  # engine -> what binds it since when, a binds.Mark
     scaling: dict[str, dict[str, Any]] = field(default_factory=dict)  # target -> a scaling.Advice
     configs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # target -> command lines, versions, since
     sourced: dict[str, dict[str, float]] = field(default_factory=dict)  # PromQL or JSON source -> subject -> when told
@@ -134,6 +134,7 @@ class Node:
         self.learned = Learned()
         self.signals: dict[AlertKey, Signal] = {}
         self.facts: dict[str, EngineFacts] = {}
+        self._moves: dict[str, dict[str, Any]] = {}  # target -> its samples that move as few do
         self.routers: dict[str, EngineFacts] = {}
         self._looked_at: dict[str, float] = {}  # discovery -> when it last told what there is
         self._pods: dict[str, tuple[PodFacts, ...]] = {}  # who tells -> pods of this node
@@ -411,6 +412,7 @@ class Node:
         self.setup = replace(self.setup, targets=tuple(t for t in self.setup.targets if t.name != name))
         self.learned.found.pop(name, None)
         self.facts.pop(name, None)
+        self._moves.pop(name, None)
         for subject in (name, *self.learned.targets.pop(name, {}).get("engines", ())):
             self.windows.forget(subject)
 
@@ -527,6 +529,9 @@ class Node:
             self.learned.told.setdefault(signal, {})[subject] = text
 
     def _take_engine(self, facts: EngineFacts, at: float) -> None:
+        if self.facts.get(facts.target) is not facts:  # a page that tells the same series has the same facts
+            self._moves[facts.target] = {"at_end": frozenset(one.name for one in facts.found if one.at_end),
+                                         "drifting": frozenset(one.name for one in facts.found if one.drifts)}
         self.facts[facts.target] = facts
         known = self.learned.targets.setdefault(facts.target, {"first_seen_at": at})
         if facts.engines:
@@ -547,15 +552,12 @@ class Node:
         found = {}
         for target in self.setup.targets:
             known = self.learned.targets.setdefault(target.name, {"first_seen_at": now})
-            facts = self.facts.get(target.name)
-            told = facts.found if facts is not None else ()
             # one that never told its engines is judged as one engine: what is not known of it has a row and a reason
             found[target.name] = replace(target, engines=tuple(known.get("engines", (target.name,))),
                                          stopping_at=self.learned.found.get(target.name, {}).get("stopping_at"),
                                          gpus=self._gpus_of(target), instances=self._instances_of(target),
                                          first_seen_at=known["first_seen_at"], ever_up=known.get("ever_up", False),
-                                         at_end=frozenset(one.name for one in told if one.at_end),
-                                         drifting=frozenset(one.name for one in told if one.drifts))
+                                         **self._moves.get(target.name, {}))
         return found
 
     def _scene(self, now: float) -> Scene:
@@ -615,8 +617,10 @@ class Node:
         self._fold()
         self.scene = self._scene(now)
         if self.gpus:
+            known = dict(self.learned.gpu_full_at_start)
             self._learn_full_gpus()
-            self.scene = self._scene(now)
+            if self.learned.gpu_full_at_start != known:
+                self.scene = self._scene(now)
         self._recognise(now)
         rules = self._rules_now()
         self.signals = catalogue.compute(self.scene, rules, self.book.resolved_at)
@@ -708,7 +712,7 @@ class Node:
         before = self.marks
         self.marks = {engine: binds.mark(before.get(engine), bound.by, now) for engine, bound in self.bounds.items()}
         self.newly_bound = [e for e, mark in self.marks.items() if e in before and mark.by != before[e].by]
-        self.learned.marks = {engine: asdict(mark) for engine, mark in self.marks.items()}
+        self.learned.marks = self.marks
 
     def _scale(self, now: float) -> None:
         """Whether a replica more is needed, or one fewer; not at each step: a start takes minutes."""
@@ -898,9 +902,11 @@ class Node:
         return found
 
     def _rows_now(self) -> list[dict[str, Any]]:
-        """The rows of `check`, once a step: every page asks for them."""
+        """Of the rows of `check` those that a page tells of the whole node, once a step: every page asks for them."""
         if ("pages", "rows") not in self.scene.memo:
-            self.scene.memo["pages", "rows"] = [self._row(key, signal, 0.0) for key, signal in self.signals.items()]
+            told = {rule.id for rule in self.setup.rules if rule.number in words.TEN or rule.signal in dict(page.FINE)}
+            self.scene.memo["pages", "rows"] = [self._row(key, signal, 0.0) for key, signal in self.signals.items()
+                                                if key[0] in told]
         found: list[dict[str, Any]] = self.scene.memo["pages", "rows"]
         return found
 

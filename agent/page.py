@@ -420,10 +420,13 @@ OF_HEAT = frozenset({"gpu_temperature", "gpu_thermal_margin", "gpu_thermal_slowd
 OF_POWER = frozenset({"gpu_power_brake"})
 
 
+TRENDING = (("p99_s", "s"), ("gpu_temp_c", "celsius"), ("memory_temp_c", "celsius"))
+
+
 def trending(signal: Signal, unit: str) -> tuple[float | None, str]:
     """The number whose way a person wants to see, and its unit: a p99 before a share, a temperature before a margin."""
-    for key, own in (("p99_s", "s"), ("gpu_temp_c", "celsius"), ("memory_temp_c", "celsius")):
-        if isinstance(signal.evidence.get(key), float) and (key == "p99_s" or unit == "kelvin"):
+    for key, own in TRENDING if unit == "kelvin" else TRENDING[:1]:
+        if isinstance(signal.evidence.get(key), float):
             return signal.evidence[key], own
     return signal.value, unit
 

@@ -267,8 +267,14 @@ class Ask:
 
 def progress_at(ask: Ask, subject: str, since: float) -> float | None:
     """When tokens, first tokens or prompt tokens of an engine last moved, not looking back beyond `since`."""
-    moved = [ask.windows.moved_at(by, name, since, key) for by, name, key in progress_series(ask, subject)]
-    return max((at for at in moved if at is not None), default=None)
+    last: float | None = None
+    for by, name, key in progress_series(ask, subject):
+        at = ask.windows.moved_at(by, name, since, key)
+        if at is not None and (last is None or at > last):
+            last = at
+            if at == ask.windows.told_at(by, name):  # no other can have moved later
+                break
+    return last
 
 
 def progress_series(ask: Ask, subject: str) -> list[tuple[str, str, str]]:

@@ -358,6 +358,14 @@ class _Form(NamedTuple):
     other: tuple[SeriesKey, ...]
 
 
+class _Owned(NamedTuple):
+    """What a row tells: its series, the (subject, name) that are its track's, whether any is kept for days."""
+
+    keys: tuple[SeriesKey, ...]
+    by: dict[tuple[str, str], str]
+    is_kept: bool
+
+
 def form_of(told: list[SeriesKey]) -> _Form:
     """The form of a read. Where it told a series twice, the second word counts."""
     last = {key: i for i, key in enumerate(told)}
@@ -380,7 +388,7 @@ class Windows:
         self._unsaved: list[Row] = []
         self._kept: dict[str, Row] = {}  # track -> its last read, for the coarse one
         self._forms: dict[str, _Form] = {}  # source -> of its last read
-        self._owned: dict[str, tuple[tuple[SeriesKey, ...], dict[tuple[str, str], str]]] = {}  # track -> its last row's
+        self._owned: dict[str, _Owned] = {}  # track -> what its last row tells
 
     def ingest(self, batch: Batch) -> None:
         """Take one read of one source."""
@@ -445,7 +453,7 @@ class Windows:
                 self._add(told)
 
     def _keep(self, row: Row) -> None:
-        if any(map(is_coarse, row.keys)):
+        if self._owned[row.track].is_kept:
             self._kept[row.track] = row
 
     def _add(self, row: Row) -> float:
@@ -461,11 +469,11 @@ class Windows:
         return track.append(row.at, row.keys, row.values)
 
     def _own(self, row: Row) -> None:
-        keys, owned = self._owned.get(row.track, ((), {}))
-        if keys != row.keys:
-            owned = {(subject, name): row.track for name, subject, _ in row.keys}
-            self._owned[row.track] = (row.keys, owned)
-        self.owners.update(owned)
+        owned = self._owned.get(row.track)
+        if owned is None or owned.keys != row.keys:
+            owned = self._owned[row.track] = _Owned(
+                row.keys, {(subject, name): row.track for name, subject, _ in row.keys}, any(map(is_coarse, row.keys)))
+        self.owners.update(owned.by)
 
     def unsaved(self) -> list[Row]:
         """Rows since the last call, for the store."""

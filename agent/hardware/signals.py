@@ -182,9 +182,13 @@ def codes_of(scene: Scene) -> Mapping[str, Why | None]:
 
     What an earlier run of ours read comes back from the store, and is late.
     """
-    told_by = {uuid: scene.windows.latest(uuid, "gpu_temp_c", scene.now) for uuid in scene.gpus}
-    return {uuid: None if isinstance(got, Sample) else Why.MISSING if got.code is Why.LATE else got.code
+    if ("codes",) not in scene.memo:
+        told_by = {uuid: scene.windows.latest(uuid, "gpu_temp_c", scene.now) for uuid in scene.gpus}
+        scene.memo[("codes",)] = {
+            uuid: None if isinstance(got, Sample) else Why.MISSING if got.code is Why.LATE else got.code
             for uuid, got in told_by.items()}
+    found: Mapping[str, Why | None] = scene.memo[("codes",)]
+    return found
 
 
 def never_told(scene: Scene, uuid: str) -> bool:
