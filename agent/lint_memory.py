@@ -71,9 +71,10 @@ def memory(facts: Facts) -> Verdict:
     if has.weights is not None:
         said.insert(0, f"weights {gb(has.weights.size_bytes)} (by {has.weights.by})")
     if has.asked and has.holds:
-        spare = has.holds / has.asked - 1
-        said.append(f"{quantity(spare, 'ratio')} more than is asked for, by its KV cache alone")
-        return kept(*said) if spare >= budget.HEADROOM else _too_small(facts, has, said)
+        times = has.holds / has.asked
+        more = f"{times:,.0f} times what" if times >= 3 else f"{quantity(times - 1, 'ratio')} more than"
+        said.append(f"{more} is asked for, by its KV cache alone")
+        return kept(*said) if times - 1 >= budget.HEADROOM else _too_small(facts, has, said)
     parts = {"weights": has.weights, "KV bytes a token": has.number_bytes, "sequences": has.seqs,
              "longest sequence": has.context, "the GPU's memory": has.gpu_bytes}
     lacking = [name for name, value in parts.items() if value is None]

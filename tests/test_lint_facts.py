@@ -382,6 +382,13 @@ def test_bytes_of_a_kv_cache_over_all_ranks(story: str, model: dict[str, Any] | 
     assert said in "; ".join(found["evidence"]), story
 
 
+def test_a_cache_of_far_more_than_is_asked_for_is_told_in_times() -> None:
+    """4 × 1,024 tokens of 4,194,304, as of the real vLLM in docs/lint.md: it said "102300 % more"."""
+    found = finding(2, None, {"max-num-seqs": "4"}, context_tokens=1024.0, numbers={"capacity_tokens": 4_194_304.0})
+    assert (found["verdict"], found["evidence"][-1]) == (
+        "kept", "1,024 times what is asked for, by its KV cache alone")
+
+
 def test_each_engine_of_data_parallelism_has_all_the_weights() -> None:
     """8B on eight cards of 24 GB, an engine each: 16.1 + 4 × 8,192 × 131,072 B (4.29 GB) + 1.5 = 21.9, × 1.2 = 26.2.
 
