@@ -190,6 +190,14 @@ def test_c046_a_size_of_zero_is_none(start: Start) -> None:
     assert seen.value(0, "gpu_mem_used") == "not_supported"
 
 
+def test_c046_more_than_all_of_the_memory_is_no_size(start: Start) -> None:
+    """82 of 80 GiB used, and "free" wrapped below zero: 10^19 bytes free looked like room for ever."""
+    seen = start(node({"memory": {"total": 80 * GIB, "used": 82 * GIB}}, {})).read()
+
+    assert {seen.value(0, f"gpu_mem_{part}") for part in ("used", "total", "free")} == {"out_of_range"}
+    assert seen.codes(1) == {"value"}
+
+
 C047 = {"pcie": 9223372036854775792, "nvlink": 9223372036854775794, "sm_active": 140737488355328.0, "int32": 2147483632}
 
 
@@ -225,6 +233,7 @@ C050: list[tuple[str, dict[str, Any], float | str]] = [
     ("b: at the slowdown", {"margin": -2, "slowdown_tlimit": -2}, 0.0),
     ("c: past it", {"margin": -5, "slowdown_tlimit": -2}, -3.0),
     ("d: 127 is a placeholder", {"margin": None, "slowdown": 127}, "not_supported"),
+    ("255 is one, too", {"margin": None, "slowdown": 255}, "not_supported"),
     ("the slowdown is not told", {"margin": -1, "slowdown_tlimit": None}, -1.0),
     ("an A100 tells degrees", {"margin": None, "slowdown": 92, "temperature": 61}, 31.0),
     ("an A100 past its limit", {"margin": None, "slowdown": 92, "temperature": 93}, -1.0),

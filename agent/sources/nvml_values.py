@@ -22,7 +22,7 @@ __all__ = [
 
 Call = Callable[..., Any]  # (pynvml's function by name, whose GPU for messages, its arguments)
 
-NO_LIMIT_C = 127  # what cards without a limit tell as their threshold
+NO_LIMIT_C = 127  # what cards without a limit tell as their threshold, or more: no silicon is meant to reach it
 
 # Answers that will not change on this handle: the call is not made again.
 UNSUPPORTED = frozenset(
@@ -145,7 +145,7 @@ def _margin_tlimit(r: Reader) -> tuple[float, ...]:
 
 def _margin_threshold(r: Reader) -> tuple[float, ...]:
     limit_c = r.call("nvmlDeviceGetTemperatureThreshold", pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
-    if limit_c == NO_LIMIT_C or is_blank(limit_c) or limit_c <= 0:
+    if is_blank(limit_c) or not 0 < limit_c < NO_LIMIT_C:
         raise UnsupportedError
     r.got["limit_c"] = float(limit_c)
     if r.missed.get("gpu_temp_c") is Why.NOT_SUPPORTED:
@@ -170,6 +170,10 @@ def _memory(r: Reader) -> tuple[float, ...]:
 def _sizes(memory: Any) -> tuple[float, ...]:
     if memory.total == 0:  # unified memory has no framebuffer: 0 of 0 is not a size
         raise UnsupportedError
+    for part in ("used", "free"):
+        size = usable(getattr(memory, part), wide=True)
+        if size > memory.total:  # below zero is a huge number here
+            raise NoValueError(Why.OUT_OF_RANGE, f"it gave {size / 2**30:.4g} GiB {part} of {memory.total / 2**30:.4g}")
     return memory.used, memory.total, memory.free
 
 
