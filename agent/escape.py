@@ -19,18 +19,20 @@ PLAIN_PATH = re.compile(r"(?:/v\d+)?(?:/(?:models|completions|chat/completions|a
 # This and the next begin at a word's beginning alone: tried at each letter of it, a long word would take minutes.
 _URL = re.compile(r"(?<![\w+.-])([\w+.-]+)://([^\s\"'<>\\`|]+)")
 # The value of a key that names a secret; a bare number is none (`token: 0.5`, `max_tokens: 32`).
+_KEYS = r"(?:(?:api|access|routing)[-_]?key|token|secret|passw(?:or)?d|authorization|credentials?|cookie)"
 _KEYED = re.compile(
-    r"(?i)(?<![\w-])([\w-]*(?:api[-_]?key|token|secret|passw(?:or)?d|authorization|routing[-_]?key|credentials?)"
-    r"[\"']?\s*[:=]\s*[\"']?)(?:(?:bearer|basic)\s+)?(?![\d.]+(?:\s|$))[^\s\"',;&}]{4,}"
+    rf"(?i)(?<![\w-])([\w-]*{_KEYS}[\"']?\s*[:=]\s*[\"']?)(?:(?:bearer|basic)\s+)?(?![\d.]+(?:\s|$))[^\s\"',;&}}]{{4,}}"
 )
+_OPTION = re.compile(rf"(?i)(?<![\w-])(--[\w-]*{_KEYS}\s+[\"']?)(?![\d.]+(?:\s|$)|-)[^\s\"';&}}]{{4,}}")  # --api-key x
 _KNOWN = re.compile(
-    r"(?i:\bbearer\s+)[\w.~+/=-]{8,}|\b(?:sk-|hf_|xox[abeprs]-|gh[opsu]_|glpat-|AKIA)[\w-]{8,}|\b[0-9a-f]{32}\b"
+    r"(?i:\bbearer\s+)[\w.~+/=-]{8,}|\b(?:sk-|hf_|xox[abeprs]-|gh[opsu]_|glpat-|AKIA)[\w-]{8,}|\b[0-9a-f]{32}\b|\beyJ[\w-]{8,}\.[\w.-]{8,}"
 )
 
 
 def without_secrets(text: str) -> str:
     """The text with no user info, no query and no telling path in its URLs, and without keys and tokens."""
-    return _KNOWN.sub("…", _KEYED.sub(r"\1…", _URL.sub(lambda m: _plain_url(m[1], m[2]), text)))
+    text = _URL.sub(lambda m: _plain_url(m[1], m[2]), text)
+    return _KNOWN.sub("…", _OPTION.sub(r"\1…", _KEYED.sub(r"\1…", text)))
 
 
 def _plain_url(scheme: str, rest: str) -> str:

@@ -449,6 +449,8 @@ def test_c109_secrets_never_enter(runs: tuple[Path, Path], tmp_path: Path) -> No
         "https://u:hunter2@hook.example/x?token=SECRET2", "https://u:hun/ter2:hunter2@hook.example/",
         "Authorization: Bearer SECRETPARTxyz", "{'api_key': 'hunter2'}", "routing_key=0123456789abcdef0123456789abcdef",
         "sent 0123456789abcdef0123456789abcdef", "key sk-abcdefghijkl", "password=hunter2",
+        "vllm serve m --api-key hunter2 --port 8000", "AWS_SECRET_ACCESS_KEY=SECRET2xyz", "Cookie: session=hunter2",
+        "eyJhbGciOiJIUzI1NiJ9.SECRET2SECRET2.hunter2",
     ]  # fmt: skip
     record = record_of(runs[1])
     record["timeline"] = [{"at": T + i, "what": text, "evidence": text} for i, text in enumerate(leaky)]
@@ -465,7 +467,8 @@ def test_c109_secrets_never_enter(runs: tuple[Path, Path], tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "text",
     ["http://router.internal:8080/v1", "http://[::1]:8000/v1/chat/completions.", "max_tokens: 32", "first token: 0.25",
-     "boot id 6f2b1b1e-7f3a-4f0e-9f0e-0d9d1f3f2a11", "a token came after 3 s", "GPU-5d4f12ab-1234"],
+     "boot id 6f2b1b1e-7f3a-4f0e-9f0e-0d9d1f3f2a11", "a token came after 3 s", "GPU-5d4f12ab-1234",
+     "vllm serve m --max-num-batched-tokens 8192 --tokenizer slow --hf-token -1"],
 )  # fmt: skip
 def test_what_is_no_secret_stays(text: str) -> None:
     """A report of nothing but dots helps nobody."""
