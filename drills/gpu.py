@@ -25,7 +25,8 @@ from drills.model import ProcessId, Refused
 
 LOOKED_WITHIN_S = 20.0  # NVML sets a GPU up anew where persistence mode is off, which takes seconds
 DEV = Path("/dev")
-NONE = frozenset({"", "none", "n/a", "[n/a]", "0"})
+NONE = frozenset({"", "none", "n/a", "[n/a]", "not supported", "[not supported]", "0"})
+BLANK_FROM = 0x7FFFFFF0  # the fillers that NVML writes for "no data"
 ACTIONS: Mapping[int, str] = {
     1: "GPU Reset", 2: "Node Reboot", 3: "Drain P2P", 4: "Drain and Reset", 5: "Recover IMEX domain", 6: "Bus Reset",
     7: "System Reboot",
@@ -110,7 +111,7 @@ def groups_of(gpus: Iterable[Mapping[str, Any]], asked: Iterable[int]) -> list[G
         hive = known[index].get("hive")
         same = {i for i, gpu in known.items() if hive is not None and gpu.get("hive") == hive}
         members = sorted({index, *same})
-        pods = dict.fromkeys(str(pod) for i in members for pod in known[i].get("pods", ()))
+        pods = dict.fromkeys(str(pod) for i in members for pod in known[i].get("pods") or ())
         found.append(Group(members, list(pods)))
     return found
 
@@ -133,6 +134,8 @@ def recovery_of(told: object) -> str | None:
     if told is None or str(told).strip().lower() in NONE:
         return None
     if isinstance(told, int):
+        if told >= BLANK_FROM:
+            return None
         return ACTIONS.get(told, f"action {told}")
     return str(told).strip()
 
@@ -299,7 +302,9 @@ _REASONS: Sequence[tuple[str, str]] = (
     ("in use by", "in_use"), ("being used by", "in_use"), ("not supported", "not_supported"),
     ("permission", "no_permission"), ("not found", "not_found"), ("no devices", "not_found"),
 )  # fmt: skip
-_CODES: Mapping[int, str] = {3: "not_supported", 4: "no_permission", 6: "not_found", 9: "driver", 15: "driver"}
+_CODES: Mapping[int, str] = {
+    3: "not_supported", 4: "no_permission", 6: "not_found", 9: "driver", 15: "driver", 18: "driver",
+}  # fmt: skip
 
 
 def parse_reset(exit_status: int | None, said: str, *, persistence: bool | None = None) -> Answer:

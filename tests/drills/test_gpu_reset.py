@@ -99,7 +99,9 @@ def test_c101_the_driver_asks_for_a_reset_already(node: Node) -> None:
     given = CASES["C101"]["input"]
     assert recovery_of(given["recovery_action"]) == "Reset"
     older = given["older_driver"]["recovery_action"]
-    assert [recovery_of(none) for none in (older, "None", "N/A", "", 0)] == [None] * 5
+    nothing = (older, "None", "N/A", "", 0, "[Not Supported]", 0x7FFFFFFF, 0xFFFFFFFF)
+    assert [recovery_of(none) for none in nothing] == [None] * len(nothing)
+    assert recovery_of(9) == "action 9"  # of a newer driver: that is one
     node.play({**NODE, "gpus": [{**NODE["gpus"][0], "fields": {"230": {"value": 1, "type": "uint"}}}]})
     _, drill = node.engine()
     with pytest.raises(Refused, match="the driver asks for GPU Reset already: that is an incident"):
