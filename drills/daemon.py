@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from queue import SimpleQueue
 from socketserver import ThreadingMixIn, UnixStreamServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -35,6 +36,7 @@ from agent.config import Config, load_all
 from agent.model import Rule
 from agent.signals import CATALOGUE
 from agent.strict import ConfigErrors
+from agent.threads import begin
 from drills import heal, history, lease, ledger, lock, owner, record, report, runner, schedule, tell
 from drills.cluster import ClusterError
 from drills.config import drills_of
@@ -126,20 +128,26 @@ class Daemon:
 
     def start_run(self, name: str, *, started_by: str, run: str | None = None, due_at: float | None = None,
                   accept_unknown_budget: bool = False) -> str:
-        """Start a run of a drill; its id. Raises LookupError, Busy, RuntimeError (this id is taken), OSError."""
+        """Start a run of a drill; its id. Raises LookupError, OSError, Busy, NoThread, RuntimeError (it is taken)."""
         drill = self.drill_of(name)
         with self._lock:
             if self.active() is not None:
                 raise Busy(f"{self._run} is under way; `tocsin drill abort` ends it")
-            folder = self._create(drill, run, started_by=started_by, due_at=due_at)
-            run = folder.name
-            command = [sys.executable, "-m", "drills.runner", str(folder)]
-            process = subprocess.Popen(command + ["--accept-unknown-budget"] * accept_unknown_budget,
-                                       start_new_session=True, preexec_fn=unblock)
-            self._process, self._run, self._over = process, run, threading.Event()
-            over = self._over
+            over, awaited = threading.Event(), SimpleQueue[tuple[subprocess.Popen[bytes], str] | None]()
+            # First: a run that nobody sees to its end would be under way for ever.
+            begin(self._await_next, f"run of {name}", awaited, over)
+            try:
+                folder = self._create(drill, run, started_by=started_by, due_at=due_at)
+                run = folder.name
+                command = [sys.executable, "-m", "drills.runner", str(folder)]
+                process = subprocess.Popen(command + ["--accept-unknown-budget"] * accept_unknown_budget,
+                                           start_new_session=True, preexec_fn=unblock)
+            except BaseException:
+                awaited.put(None)
+                raise
+            self._process, self._run, self._over = process, run, over
+            awaited.put((process, run))
         log.info("run_started", run=run, by=started_by)
-        threading.Thread(target=self._await, args=(process, run, over), name=f"run {run}", daemon=True).start()
         return run
 
     def drill_of(self, name: str) -> Drill:
@@ -167,6 +175,12 @@ class Daemon:
         """The run of this drill that is under way."""
         run = self.active()
         return run if run is not None and run.startswith(f"{name}-") else None
+
+    def _await_next(self, awaited: SimpleQueue[tuple[subprocess.Popen[bytes], str] | None],
+                    over: threading.Event) -> None:
+        """See the run that is handed over to its end; None: it could not be started."""
+        if (told := awaited.get()) is not None:
+            self._await(*told, over)
 
     def _await(self, process: subprocess.Popen[bytes], run: str, over: threading.Event) -> None:
         """See a run to its end; one whose runner was killed is healed and its report written."""

@@ -27,6 +27,7 @@ from agent.config import Config, load_all, slo_for
 from agent.model import Rule
 from agent.signals import CATALOGUE
 from agent.strict import ConfigErrors
+from agent.threads import NoThread, begin
 from drills import guards, hit, holder, in_pod, lease, ledger, lock, owner, pod_watch, prober, proc, tell, watch
 from drills.cluster import Cluster, ClusterError, configured
 from drills.config import FEWEST_REQUESTS, drills_of, own_time_s
@@ -317,7 +318,8 @@ class Run:
         self.spans["fault"] = [injected_at, self.clock()]
         self.record.moment("fault injected", f"holder pid {self.holder.process_id.pid}")
         told = f"{self.drill.fault}, run {self.run}: {'; '.join(self.plan.targets)}"
-        threading.Thread(target=self.tell_node, args=("DrillInjected", told), daemon=True).start()
+        with suppress(NoThread):  # an Event costs a drill nothing
+            begin(self.tell_node, "event", "DrillInjected", told)
         begun = time.monotonic()
         proven, proof = False, "no sample came"
         while not proven and not any(sample.get("over") for sample in self.holder.samples):

@@ -332,15 +332,15 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.unit": Row("drills.model", "pathlib"),
     "drills.hit": Row("agent.config drills drills.model drills.proc"),
     "drills.runner": Row(
-        "agent agent.client agent.config agent.model agent.signals agent.strict drills drills.cluster drills.config"
-        " drills.faults.table drills.guards drills.hit drills.holder drills.in_pod drills.judge drills.ledger"
-        " drills.lease drills.lock drills.model drills.owner drills.pod_watch drills.prober drills.proc drills.record"
-        " drills.targets drills.tell drills.watch", WORLD
+        "agent agent.client agent.config agent.model agent.signals agent.strict agent.threads drills drills.cluster"
+        " drills.config drills.faults.table drills.guards drills.hit drills.holder drills.in_pod drills.judge"
+        " drills.ledger drills.lease drills.lock drills.model drills.owner drills.pod_watch drills.prober drills.proc"
+        " drills.record drills.targets drills.tell drills.watch", WORLD
     ),
     "drills.daemon": Row(
-        "agent agent.client agent.config agent.model agent.sdnotify agent.signals agent.strict drills drills.cluster"
-        " drills.config drills.cron drills.heal drills.history drills.ledger drills.lease drills.lock drills.model"
-        " drills.owner drills.record drills.report drills.runner drills.schedule drills.tell", WORLD
+        "agent agent.client agent.config agent.model agent.sdnotify agent.signals agent.strict agent.threads drills"
+        " drills.cluster drills.config drills.cron drills.heal drills.history drills.ledger drills.lease drills.lock"
+        " drills.model drills.owner drills.record drills.report drills.runner drills.schedule drills.tell", WORLD
     ),
     "drills.cli": Row(
         "agent agent.client agent.config agent.progress agent.signals agent.strict drills drills.config drills.daemon"
@@ -354,7 +354,7 @@ MAY_IMPORT: dict[str, Row] = {
 AGENT_FOR_DRILLS = {
     "agent", "agent.client", "agent.config", "agent.daytime", "agent.escape", "agent.forms", "agent.model",
     "agent.progress", "agent.proxy", "agent.retry_after", "agent.sdnotify", "agent.signals", "agent.silences",
-    "agent.strict",
+    "agent.strict", "agent.threads",
 }
 # The one module that speaks to Kubernetes, for both: imports nothing of ours, and loads its library where it is used.
 CLUSTER_FOR_AGENT = {"drills", "drills.cluster"}

@@ -26,6 +26,7 @@ from drills import cli, daemon, heal, ledger, lock, owner, record, runner, sched
 from drills.ledger import last_state, read
 from drills.model import Drill, Refused, State, Verdict
 from tests.drills.stand_ins import NOBODY, as_nobody, open_folder, runner_of
+from tests.test_threads import starved
 
 CONFIG = """
 node: gpu-17
@@ -102,6 +103,18 @@ def tocsin(folder: Path, *words: str, by: Callable[[], AbstractContextManager[No
         result = CliRunner().invoke(app, [*words, "--config", str(folder / "tocsin.yaml")])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.stdout, result.stderr
+
+
+def test_a_run_that_nobody_could_see_to_its_end_is_not_begun(drilld: daemon.Daemon) -> None:
+    """A limit of threads: the runner ran, and drilld thought it under way for ever. It is deferred, with the reason."""
+    drill = drilld.drills[0]
+    with starved():
+        verdict, why = drilld.run_due(drill, RUN, 1.0)
+    assert (verdict, why.partition(":")[0]) == (Verdict.DEFERRED, "no thread for run of loss")
+    assert drilld.active() is None
+    kept = record.load(drilld.root / "runs" / RUN)
+    assert kept is not None
+    assert (kept["verdict"], kept["why"]) == ("DEFERRED", why)
 
 
 # --- who may not look into drilld's folders ---------------------------------------------------------------------------
