@@ -141,6 +141,20 @@ def test_c024_a_native_histogram_is_told_as_one_and_not_as_nothing_counted_yet()
         assert (missing.code, "is a native histogram" in missing.why) == (Why.MISSING, True)
 
 
+def test_c012_a_number_of_an_hour_ago_is_no_reading() -> None:
+    """A proxy answered from its cache for an hour, with times: the engine looked alive. 60 s are none too many."""
+    page = 'vllm:num_requests_running{{engine="0"}} 1 {0}\nvllm:kv_cache_usage_perc{{engine="0"}} 0.4\n'
+    reader = PageReader("t")
+    for old_s, code in ((0, None), (60, None), (3600, Why.STALE), (-3600, Why.STALE), (0, None)):
+        readings = read(reader, page.format((10_000 - old_s) * 1000), 10_000.0)
+        assert value(readings, "kv_usage") == 0.4
+        if code is None:
+            assert value(readings, "running") == 1
+        else:
+            missing = gap(readings, "running")
+            assert (missing.code, f"3600 s {'old' if old_s > 0 else 'ahead'}" in missing.why) == (code, True)
+
+
 def test_an_empty_label_is_none() -> None:
     """`engine=""` is an engine without an index, not one that is called nothing."""
     reader = PageReader("t")

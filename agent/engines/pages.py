@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, repeat
-from operator import le
+from operator import itemgetter, le
 from typing import NamedTuple
 
 from agent.engines import (
@@ -33,9 +34,11 @@ from agent.engines import (
     spellings,
     with_patterns,
 )
-from agent.exposition import Page, Reader, Series
+from agent.exposition import BadLine, Page, Reader, Series
 from agent.model import SAMPLES, EngineFacts, Found, Gap, Sample, Why
 
+_AT_OF = itemgetter(3)  # Series.at
+OLD_S = 300.0  # after which Prometheus forgets a series, too
 _SAMPLE_OF = partial(tuple.__new__, Sample)  # a third of the time of Sample(...), for many
 LARGEST = 1.7976931348623157e308  # every finite number is at most this
 PERCENT_FROM = 1.5  # a share over this is in percent
@@ -225,6 +228,8 @@ class PageReader:
             PageError: the page as a whole must not be used; `failed` then says what is owed for it.
         """
         page = self._reader.read(body, content_type)
+        if any(map(_AT_OF, page.series)):  # no engine tells times: what stands between us and it does
+            page = _without_old(page, at)
         plan = self._plan_for(page)
         self._series = page.series
         return self._readings(plan, page.series, at)
@@ -821,6 +826,20 @@ def _groups(members: Iterable[_Member]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(group) for group in groups.values())
 
 
+def _without_old(page: Page, now: float) -> Page:
+    """A page without the series whose own time is not now: what a proxy kept is no reading. A time of 0 is none."""
+    fresh: list[Series] = []
+    bad = list(page.bad)
+    for one in page.series:
+        off_s = now - one.at if one.at else 0.0
+        if abs(off_s) <= OLD_S:
+            fresh.append(one)
+        else:
+            told = f"its own timestamp is {abs(off_s):.0f} s {'old' if off_s > 0 else 'ahead'}"
+            bad.append(BadLine(0, "", told, one.name))
+    return page if len(fresh) == len(page.series) else replace(page, series=fresh, bad=bad)
+
+
 def _spoilt(names: Names, page: Page, told: Collection[str]) -> dict[str, tuple[Why, str]]:
     """Quantities that a line which is not used belongs to, with what is wrong with it. `told`: what others tell."""
     out: dict[str, tuple[Why, str]] = {}
@@ -835,5 +854,6 @@ def _spoilt(names: Names, page: Page, told: Collection[str]) -> dict[str, tuple[
         written = normalise(line.name)
         for name, had in names.quantities.items():
             if isinstance(had, Chosen) and any(written == part for part, _ in _parts(name, had)):
-                out.setdefault(name, (Why.BAD_LINE, str(line)))
+                old = (Why.STALE, f"{line.name}: {line.reason}")  # see _without_old
+                out.setdefault(name, (Why.BAD_LINE, str(line)) if line.line else old)
     return out
