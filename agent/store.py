@@ -81,6 +81,7 @@ _SELECT_OWED = (
 )
 _TRANSITION_KEYS = ("id", "at", "kind", "rule", "subject", "severity", "value", "limit", "why", "alert")
 
+_TAKEN = {sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY, sqlite3.SQLITE_CONSTRAINT_UNIQUE, sqlite3.SQLITE_CONSTRAINT_ROWID}
 _BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 # What a file system says that is read-only, full or failing; a wrong user or path ends the start instead.
 _NO_WRITE = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
@@ -451,7 +452,8 @@ class Store:
                 self._write([*self._unsaved, *left, *soft, *_book_rows(self._saved, book)],
                             sync=sync or bool(self.problem))
             except sqlite3.DatabaseError as error:
-                if _code(error) in _BROKEN:
+                # Numbers are given in order: one that is taken stands where the file says that none does.
+                if _code(error) in _BROKEN or getattr(error, "sqlite_errorcode", 0) in _TAKEN:
                     self._begin_afresh(error)
                 elif not self._leave_disk():
                     raise
@@ -635,7 +637,8 @@ class Store:
         for row in self._read(_SELECT_OWED, ()):
             self._load_notice(*row)
         self._next_transition = 1 + (self._read("SELECT MAX(id) FROM transitions", ())[0][0] or 0)
-        self._next_notice = 1 + (self._read("SELECT MAX(id) FROM notices", ())[0][0] or 0)
+        largest = self._read("SELECT MAX(id) FROM notices", ())[0][0] or 0  # of a damaged file it need not be
+        self._next_notice = 1 + max(largest, *(max(owed, default=0) for owed in self._pending.values()), 0)
         self._count()
         self.prune_layouts()
 

@@ -124,7 +124,7 @@ def load(folder: Path) -> dict[str, Any] | None:
     """The record of a run; None where there is none that can be read."""
     try:
         found: dict[str, Any] = json.loads((folder / "run.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # the last: a thousand brackets in it
         return None
     return found
 

@@ -408,6 +408,18 @@ def test_a_row_that_cannot_be_stored_spoils_one_tick_only(store: Store) -> None:
     assert len(reopened(store).load_book().alerts) == 1
 
 
+def test_a_number_that_is_taken_is_a_file_that_is_damaged(store: Store) -> None:
+    """A page of the file was lost, and with it what the largest number is: each tick that paged failed, unsaved."""
+    store.commit_tick(1.0, Book(), (), [("webhook", message("1"))])
+    store._next_notice = 1
+    store.commit_tick(2.0, Book({("a", "b"): HOT}), (), [("webhook", message("2"))])
+    assert "is damaged" in store.notes[-1]
+    again = reopened(store)
+    assert [notice.message.key for notice in again.owed("webhook")][-1] == message("2").key
+    assert again.load_book().alerts == {("a", "b"): HOT}
+    again.close()
+
+
 def test_layouts_outlive_a_full_disk(store: Store) -> None:
     """Of the full hours the last frames are kept, and those after it must be readable: their layout was told once."""
     fill(store)

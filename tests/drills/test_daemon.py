@@ -327,6 +327,12 @@ def test_a_runner_says_who_aborted_it(drilld: daemon.Daemon, monkeypatch: pytest
     assert read(made)[-1].data == {"aborted_by": "ada (uid 1000, group oncall)"}
 
 
+def test_a_record_that_no_reader_can_take_is_none(tmp_path: Path) -> None:
+    """A disk lost a byte, and run.json was brackets from there on: the history broke off with a RecursionError."""
+    (tmp_path / "run.json").write_text('{"run": ' + "[" * 100_000)
+    assert record.load(tmp_path) is None
+
+
 def test_a_runner_that_was_killed_when_it_was_aborted(drilld: daemon.Daemon) -> None:
     """It did not end in time: the report that heal writes names who wanted it to end, and the node."""
     made = drilld._create(drilld.drills[0], RUN, started_by="ada", due_at=None)
