@@ -22,6 +22,7 @@ WATCHED: Mapping[str, tuple[str, ...]] = {  # principle 9: the minimal set -> th
     "GPU memory": ("gpu-memory",), "GPU temperature": ("gpu-temperature",),
     "KV cache hit rate": ("prefix-cache-hit-rate",), "swapped or preempted requests": ("swapped", "preemptions"),
     "error rate": ("error-rate",), "a business metric": ("business-metric", "business-metric-day")}
+USERS, OUTSIDE = ("user-ttft-p99", "user-itl-p99"), ("outside-engine", "outside-engine-whole")
 LAYER: Mapping[str, str] = {  # principle 5: what binds -> the layer where that is turned
     "kv-bound": "system layer", "sequence-cap": "system layer", "upstream": "before the engine",
     "hardware-bound": "below all three layers", "prefill-bound": "model layer (compute)",
@@ -34,7 +35,9 @@ def hops(facts: Facts) -> Verdict:
         return at_odds("--skip-tokenizer-init: tokens are made in another service",
                        costs="two more hops a request, in each first token", change="take --skip-tokenizer-init away"
                        " and send text")
-    told = measured(facts, "outside-engine", "outside-engine-whole")
+    told = measured(facts, *OUTSIDE)
+    if told is None and (soon := young(facts, *OUTSIDE)):
+        return cannot("its canary has not told long enough what users wait outside the engine", would_tell=soon)
     if told is None:
         return cannot(["nobody measures what users of it wait outside the engine", *_strangers(facts)],
                       would_tell=f"{CANARY} in tocsin.yaml: end-to-end minus in-engine")
@@ -50,6 +53,17 @@ def _strangers(facts: Facts) -> list[str]:
     """Where somebody measures, and not for this engine as far as is known."""
     return [f"measured at {', '.join(facts.strangers)}: of another engine, or nobody says of which model"
             ] if facts.strangers else []
+
+
+def young(facts: Facts, *rules: str) -> str:
+    """What would tell, where the agent has watched too short a time for one of these rules; "": for none."""
+    windows_s = [float(row["window_s"] or 0.0) for row in rows(facts, *rules) if is_young(row)]
+    return f"the same when the agent has watched for {span(max(windows_s))}" if windows_s else ""
+
+
+def is_young(row: Mapping[str, Any]) -> bool:
+    """Whether it is not known because nobody has watched for long enough; that is nobody's fault."""
+    return row["state"] == "UNKNOWN" and bool((row.get("evidence") or {}).get("young"))
 
 
 def streaming(facts: Facts) -> Verdict:
@@ -139,14 +153,18 @@ def monitoring(facts: Facts) -> Verdict:
                            change="`tocsin doctor` says for each what to do")
         return cannot("its own numbers are there; whether anybody watches them is not known", would_tell=ASK_AGENT)
     words = {name: {row["state"] for row in rows(facts, *rules)} for name, rules in WATCHED.items()}
-    lost = [name for name, states in words.items() if "UNKNOWN" in states]
+    lost = [name for name, rules in WATCHED.items()
+            if any(row["state"] == "UNKNOWN" and not is_young(row) for row in rows(facts, *rules))]
+    soon = {name: when for name, rules in WATCHED.items() if name not in lost and (when := young(facts, *rules))}
     absent = [name for name, states in words.items() if not states]
     off = [name for name, states in words.items() if states == {"N/A"}]
     said = [f"{len(words) - len(lost) - len(absent) - len(off)} of the {len(words)} are watched"]
+    said += [f"not for long enough yet: {', '.join(soon)}"] * bool(soon)
     said += [f"not known now: {', '.join(lost)}"] * bool(lost) + [f"not watched: {', '.join(absent)}"] * bool(absent)
     said += [f"not there on this engine: {', '.join(off)}"] * bool(off)
     if not lost and not absent:
-        return kept(*said)
+        return cannot(said, would_tell=young(facts, *(rule for rules in WATCHED.values() for rule in rules))
+                      ) if soon else kept(*said)
     change = "`tocsin doctor` says for each what to do"
     if "a business metric" in absent:
         change += "; sources: {promql: …} and rule business-metric for the business metric"
@@ -177,11 +195,13 @@ def end_to_end(facts: Facts) -> Verdict:
     """12: measured end to end."""
     if facts.signals is None:
         return cannot(f"whether anybody measures from the users' side is not known: {NO_AGENT}", would_tell=ASK_AGENT)
-    outside = measured(facts, "user-ttft-p99", "user-itl-p99", "outside-engine", "outside-engine-whole")
+    outside = measured(facts, *USERS, *OUTSIDE)
     inside = facts.numbers.get("ttft_s")
     if outside is not None:
         own = [] if inside is None else [f"in-engine: a mean TTFT of {span(inside)}"]
         told = outside.get("text") or quantity(outside["value"], outside["unit"])
         return kept(f"end to end: {outside['rule']} is {told}", *own)
+    if soon := young(facts, *USERS, *OUTSIDE):
+        return cannot("its canary has not told long enough what users wait for", would_tell=soon)
     return at_odds(["only the engine's own numbers are known, none from the users' side", *_strangers(facts)],
                    costs="a slow proxy, tokenizer or client is not seen by anybody", change=f"{CANARY} in tocsin.yaml")

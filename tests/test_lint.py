@@ -59,6 +59,7 @@ def drill(fault: str, days_ago: float = 3.0, verdict: str = "PASS") -> dict[str,
 ALL_DRILLS = [drill(fault) for fault in ("process-kill", "gpu-reset", "packet-loss", "upstream-timeout")]
 ALL_RULES = [row(rules[0]) for rules in lint_running.WATCHED.values()]
 CHANGED = [{"at": NOW - 4 * DAY, "what": "--max-num-seqs 32 → 64"}]
+YOUNG = {**row("outside-engine", None, "UNKNOWN"), "window_s": 900.0, "evidence": {"young": True}}
 BINDS = {"name": "KV-bound", "why": "KV cache 98 % full", "knob": "more KV blocks", "no_help": "a larger chunk"}
 
 
@@ -166,6 +167,11 @@ def of_kind(kind: str, options: dict[str, str] | None = None, **more: Any) -> Fa
     ("SGLang drafts", 7, of_kind("sglang", {"speculative-algorithm": "EAGLE", "max-running-requests": "64"}), "at odds",
      "turn speculative decoding off, or send small batches to a replica of their own (--max-running-requests 16)"),
     ("vLLM's short names", 7, facts({"max-num-seqs": "64", "spec-method": "ngram"}), "at odds", "drafting is a loss"),
+    # Principles 3, 9 and 12: what has begun is neither lost nor kept.
+    ("an agent of two minutes", 3, facts(signals=[YOUNG]), "cannot tell", "when the agent has watched for 15 min"),
+    ("an agent of two minutes", 12, facts(signals=[YOUNG]), "cannot tell", "when the agent has watched for 15 min"),
+    ("an agent of two minutes", 9, facts(signals=[*ALL_RULES[:-1], {**YOUNG, "rule": "business-metric"}]),
+     "cannot tell", "not for long enough yet: a business metric"),
     # Principles 3 and 12: a canary of another model is none.
     ("another model's users", 12, facts(signals=[], strangers=["https://qwen.internal"]), "at odds",
      "measured at https://qwen.internal: of another engine"),
