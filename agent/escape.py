@@ -104,7 +104,7 @@ def instant(value: object) -> float | None:
     if not isinstance(value, str):
         return number(value)
     try:
-        at = datetime.fromisoformat(value)
+        at = datetime.fromisoformat(value.upper())  # RFC 3339 allows t and z
     except ValueError:
         return None
     return at.timestamp() if at.tzinfo is not None else None

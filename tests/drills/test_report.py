@@ -481,7 +481,7 @@ def test_what_is_no_secret_stays(text: str) -> None:
 def test_c102_timeline_is_sorted_on_instants(tmp_path: Path) -> None:
     """Offsets of two zones, sorted as text: the alert came before the fault, and times went negative."""
     events = [("2026-11-29T10:00:00+02:00", "fault injected"), ("2026-11-29T08:30:00+00:00", "alert fired"),
-              ("2026-11-29T08:05:00Z", "first error"), ("2026-11-29T10:59:00+02:00", "recovered")]  # fmt: skip
+              ("2026-11-29t08:05:00z", "first error"), ("2026-11-29T10:59:00+02:00", "recovered")]  # fmt: skip
     record = {"drill": {"name": "x", "fault": "process-kill"}, "started_at": events[0][0],
               "timeline": [{"at": at, "what": what, "evidence": "log"} for at, what in events],
               "times": {"detect_s": 1800.0, "recover_s": 3540.0}}  # fmt: skip
