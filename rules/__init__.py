@@ -273,6 +273,7 @@ def _entries(files: Sequence[tuple[bool, Decoded[Any]]], config: RulesConfig) ->
             entry = _Entry(_laid_over(form, override), read.file, read.lines, override, config.places, params)
             first = entries.setdefault(form.id, entry)
             if first is entry:
+                faults += _turned(entry, form.fires.op)
                 builtin |= {form.id} if ours else set()
                 continue
             if form.id in builtin and not ours:
@@ -282,6 +283,14 @@ def _entries(files: Sequence[tuple[bool, Decoded[Any]]], config: RulesConfig) ->
                 message, remedy = f"the rule {form.id} stands at {first.where} already", "rename or remove one of them"
             faults.append(Fault(read.file, entry.line(), f"{form.id}.id", form.id, message, remedy))
     return list(entries.values()), faults
+
+
+def _turned(entry: _Entry, op: Op) -> list[Fault]:
+    """An override that would fire on what is well."""
+    if entry.form.fires.op[0] == op[0]:
+        return []
+    message = f"{entry.form.id} fires where the number is {op}, and this turns it around"
+    return [entry.fault("fires", message, f"write it with {op[0]}, or a rule of your own")]
 
 
 def _laid_over(form: RuleForm, override: RuleOverride) -> RuleForm:

@@ -457,6 +457,16 @@ def test_faults_of_an_override_stand_in_tocsin_yaml(tmp_path: Path) -> None:
     ]
 
 
+def test_an_override_does_not_turn_a_rule_around(tmp_path: Path) -> None:
+    """`< 0.9` was a slip of the finger: every healthy cache was told, and no full one. > beside >= is no such slip."""
+    turned = "  override: {kv: {fires: '< 0.9'}}\n"
+
+    assert faults(tmp_path, KV, rules=turned) == [
+        ("tocsin.yaml:3: rules.override.kv.fires: kv fires where the number is >=, and this turns it around; "
+         "write it with >, or a rule of your own")]
+    assert load(tmp_path, KV, rules=turned.replace("<", ">")).rules[0].op == ">"
+
+
 def test_a_disabled_rule_is_gone_and_still_known(tmp_path: Path) -> None:
     """Others may still name it as what they explain."""
     mine = "- {id: hot, signal: gpu_temperature, fires: '> 80', severity: info, causes: [kv]}\n"
