@@ -184,10 +184,10 @@ class ThinDisk:
         run("mount", self._device, self.place)
 
     def remove(self) -> None:
-        """It is gone, whatever state it is in."""
-        subprocess.run(["umount", self.place], check=False)
+        """It is gone, whatever state it is in. Lazily: who made a mount namespace meanwhile holds it until it ends."""
+        subprocess.run(["umount", "--lazy", self.place], check=False)
         subprocess.run(["losetup", "--detach", self._device], check=False)
-        subprocess.run(["umount", self._store], check=False)
+        subprocess.run(["umount", "--lazy", self._store], check=False)
 
 
 def run(*words: str | Path) -> str:
