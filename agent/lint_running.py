@@ -36,7 +36,7 @@ def hops(facts: Facts) -> Verdict:
                        costs="two more hops a request, in each first token", change="take --skip-tokenizer-init away"
                        " and send text")
     told = measured(facts, *OUTSIDE)
-    if told is None and (soon := young(facts, *OUTSIDE)):
+    if told is None and (soon := begun(facts, *OUTSIDE)):
         return cannot("its canary has not told long enough what users wait outside the engine", would_tell=soon)
     if told is None:
         return cannot(["nobody measures what users of it wait outside the engine", *_strangers(facts)],
@@ -59,6 +59,12 @@ def young(facts: Facts, *rules: str) -> str:
     """What would tell, where the agent has watched too short a time for one of these rules; "": for none."""
     windows_s = [float(row["window_s"] or 0.0) for row in rows(facts, *rules) if is_young(row)]
     return f"the same when the agent has watched for {span(max(windows_s))}" if windows_s else ""
+
+
+def begun(facts: Facts, *rules: str) -> str:
+    """The same, also where its canary has had too few answers."""
+    few = any(row["state"] == "IDLE" for row in rows(facts, *rules))
+    return young(facts, *rules) or "the same when its canary has had more answers" * few
 
 
 def is_young(row: Mapping[str, Any]) -> bool:
@@ -201,7 +207,7 @@ def end_to_end(facts: Facts) -> Verdict:
         own = [] if inside is None else [f"in-engine: a mean TTFT of {span(inside)}"]
         told = outside.get("text") or quantity(outside["value"], outside["unit"])
         return kept(f"end to end: {outside['rule']} is {told}", *own)
-    if soon := young(facts, *USERS, *OUTSIDE):
+    if soon := begun(facts, *USERS, *OUTSIDE):
         return cannot("its canary has not told long enough what users wait for", would_tell=soon)
     return at_odds(["only the engine's own numbers are known, none from the users' side", *_strangers(facts)],
                    costs="a slow proxy, tokenizer or client is not seen by anybody", change=f"{CANARY} in tocsin.yaml")

@@ -169,6 +169,8 @@ def of_kind(kind: str, options: dict[str, str] | None = None, **more: Any) -> Fa
     ("vLLM's short names", 7, facts({"max-num-seqs": "64", "spec-method": "ngram"}), "at odds", "drafting is a loss"),
     # Principles 3, 9 and 12: what has begun is neither lost nor kept.
     ("an agent of two minutes", 3, facts(signals=[YOUNG]), "cannot tell", "when the agent has watched for 15 min"),
+    ("a canary with three answers", 3, facts(signals=[row("outside-engine", None, "IDLE")]), "cannot tell",
+     "when its canary has had more answers"),
     ("an agent of two minutes", 12, facts(signals=[YOUNG]), "cannot tell", "when the agent has watched for 15 min"),
     ("an agent of two minutes", 9, facts(signals=[*ALL_RULES[:-1], {**YOUNG, "rule": "business-metric"}]),
      "cannot tell", "not for long enough yet: a business metric"),
