@@ -150,49 +150,63 @@ def test_a_disk_that_is_read_only_at_the_start_costs_no_page(tmp_path: Path) -> 
 class ThinDisk:
     """A real ext4 whose blocks a store beneath it gives when they are first written: thin provisioning. It may run out.
 
-    Then a new block is an I/O error, at the first of which the kernel makes the file system read-only.
+    Then a new block is an I/O error, at the first of which the kernel makes the file system read-only. It is mounted
+    in a mount namespace of its own (`inside` are the words before a command that sees it): in ours, a namespace that
+    another test makes meanwhile would hold it, and umount would not take its read-only state back.
     """
 
     def __init__(self, folder: Path) -> None:
         self.place, self._store = folder / "disk", folder / "thin"
         self.place.mkdir()
         self._store.mkdir()
-        run("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", self._store)
+        self._holder = subprocess.Popen(["unshare", "--mount", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._holder.stdin is not None
+        assert self._holder.stdout is not None
+        self._holder.stdin.write(b"x")
+        self._holder.stdin.flush()
+        assert self._holder.stdout.read(1) == b"x"  # it is inside
+        self.inside = ("nsenter", "--mount", f"--target={self._holder.pid}")
+        self._device = ""
+        self._run("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", self._store)
         image = self._store / "image"
-        with image.open("wb") as file:
+        with self._seen(image).open("wb") as file:
             file.truncate(16 << 20)
-        run("mkfs.ext4", "-q", "-E", "nodiscard,lazy_itable_init=0", "-e", "remount-ro", image)
-        self._device = run("losetup", "--find", "--show", image)
-        run("mount", self._device, self.place)
+        self._run("mkfs.ext4", "-q", "-E", "nodiscard,lazy_itable_init=0", "-e", "remount-ro", image)
+        self._device = self._run("losetup", "--find", "--show", image)
+        self._run("mount", self._device, self.place)
+
+    def _run(self, *words: str | Path, check: bool = True) -> str:
+        """What a command prints that sees the disk; CalledProcessError where it fails."""
+        return subprocess.run([*self.inside, *words], check=check, capture_output=True, text=True).stdout.strip()
+
+    def _seen(self, path: Path) -> Path:
+        """A path on the disk, as it is reached from here."""
+        return Path(f"/proc/{self._holder.pid}/root{path}")
 
     def run_out(self) -> None:
         """No block more: what is written from now on fails when it is to be on the disk."""
         for place in (self._store, self.place):  # the second takes what the first left in blocks that were begun
-            with suppress(OSError), (place / "others").open("wb", buffering=0) as others:
+            with suppress(OSError), self._seen(place / "others").open("wb", buffering=0) as others:
                 while True:
                     others.write(bytes(4096))
                     os.fsync(others.fileno())
 
     def give(self) -> None:
         """There are blocks again."""
-        (self._store / "others").unlink()
+        self._seen(self._store / "others").unlink()
 
     def mend(self) -> None:
         """As a person does whose kernel has made it read-only: nobody may hold a file there."""
-        run("umount", self.place)
-        subprocess.run(["e2fsck", "-p", "-f", self._device], check=False, capture_output=True)  # 1: it has mended it
-        run("mount", self._device, self.place)
+        self._run("umount", self.place)
+        self._run("e2fsck", "-p", "-f", self._device, check=False)  # 1: it has mended it
+        self._run("mount", self._device, self.place)
 
     def remove(self) -> None:
-        """It is gone, whatever state it is in. Lazily: who made a mount namespace meanwhile holds it until it ends."""
-        subprocess.run(["umount", "--lazy", self.place], check=False)
-        subprocess.run(["losetup", "--detach", self._device], check=False)
-        subprocess.run(["umount", "--lazy", self._store], check=False)
-
-
-def run(*words: str | Path) -> str:
-    """What a command prints; CalledProcessError where it fails."""
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+        """It is gone, whatever state it is in: with its namespace go its mounts."""
+        if self._device:
+            self._run("umount", "--lazy", self.place, check=False)
+            self._run("losetup", "--detach", self._device, check=False)
+        self._holder.communicate()
 
 
 def test_a_disk_that_fails_while_the_agent_runs_costs_no_page(tmp_path: Path) -> None:
@@ -206,7 +220,7 @@ def test_a_disk_that_fails_while_the_agent_runs_costs_no_page(tmp_path: Path) ->
         with Engine() as engine, Receiver() as receiver, \
                 Receiver(lambda _: Reply(200 if is_well.is_set() else 503)) as ill:
             made = config(engine, receiver.url, ill.url, state_dir=str(disk.place / "state"))
-            with AgentProcess(tmp_path / "a", made) as agent:
+            with AgentProcess(tmp_path / "a", made, under=disk.inside) as agent:
                 wait_for_state(agent, "OK")
                 disk.run_out()
                 told: list[tuple[str, str]] = []
