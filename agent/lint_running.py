@@ -39,7 +39,8 @@ def hops(facts: Facts) -> Verdict:
     if told is None and (soon := begun(facts, *OUTSIDE)):
         return cannot("its canary has not told long enough what users wait outside the engine", would_tell=soon)
     if told is None:
-        return cannot(["nobody measures what users of it wait outside the engine", *_strangers(facts)],
+        whys = dict.fromkeys(f"{row['subject']}: {row['why']}" for row in rows(facts, *OUTSIDE) if row.get("why"))
+        return cannot(["nobody measures what users of it wait outside the engine", *whys, *_strangers(facts)],
                       would_tell=f"{CANARY} in tocsin.yaml: end-to-end minus in-engine")
     said = f"users wait {span(told['value'])} outside the engine ({told['rule']}, end-to-end minus in-engine)"
     if told["value"] >= HOP_S:

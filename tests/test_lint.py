@@ -169,6 +169,8 @@ def of_kind(kind: str, options: dict[str, str] | None = None, **more: Any) -> Fa
     ("vLLM's short names", 7, facts({"max-num-seqs": "64", "spec-method": "ngram"}), "at odds", "drafting is a loss"),
     # Principles 3, 9 and 12: what has begun is neither lost nor kept.
     ("an agent of two minutes", 3, facts(signals=[YOUNG]), "cannot tell", "when the agent has watched for 15 min"),
+    ("at the engine's own address alone", 3, facts(signals=[{**row("outside-engine", None, "N/A"),
+     "subject": "http://a:8000", "why": "an engine's own address"}]), "cannot tell", "http://a:8000: an engine's own"),
     ("a canary with three answers", 3, facts(signals=[row("outside-engine", None, "IDLE")]), "cannot tell",
      "when its canary has had more answers"),
     ("an agent of two minutes", 12, facts(signals=[YOUNG]), "cannot tell", "when the agent has watched for 15 min"),
