@@ -632,11 +632,13 @@ class Windows:
         return [value for value in recent if not math.isnan(value)] if math.isnan(sum(recent)) else recent
 
     def highest(self, subject: str, name: str) -> float | None:
-        """The most that a gauge has stood at in memory; None where it was never told."""
+        """The most that a gauge has stood at in memory, since its process (re)started; None where it was never told."""
         track = self.track_of(subject, name)
         column = None if track is None else track.columns.get((name, subject, ""))
-        if not column:
+        if track is None or not column:
             return None
+        if track.restarted_at is not None:
+            column = column[bisect_left(track.times, track.restarted_at):]
         if not math.isnan(sum(column)):  # nothing is missing in it: an hour's rows in microseconds
             return max(column)
         return max((value for value in column if not math.isnan(value)), default=None)

@@ -11,6 +11,7 @@ from agent import binds
 from agent.backtest import Row, batch_of, name_of
 from agent.binds import GpuSeen, Mark, Read, Seen, concurrency_that_fits, judge, mark
 from agent.engines.pages import PageReader
+from agent.facts import facts_of
 from agent.model import Gap, Slo, Why
 from agent.node import Node, Setup
 from agent.signals import Target
@@ -130,6 +131,21 @@ def test_a_scene_is_looked_at_over_the_last_minute() -> None:
     assert (found.preemptions, found.prompt_tokens, found.ttft_s, found.itl_n) == (0.0, 6000.0, 30.0, 1200.0)
     assert (found.peak, found.kv_tokens, len(found.reads)) == (16.0, 16_000.0, 13)
     assert judge(found).by == "sequence-cap"
+
+
+def test_an_engine_that_came_back_with_fewer_seats_is_judged_by_those() -> None:
+    """64 seats until it was started again with 16: "16 of 64 seats are taken" named prefill, where the cap binds."""
+    windows = Windows(5.0)
+    for at in times(0, 180):
+        running, since = (64.0, at) if at < 60 else (16.0, at - 60)
+        read(windows, at, "e", {"running": running, "waiting": 4.0, "kv_usage": 0.4, "preemptions": 0.0,
+                                "prompt_tokens": 100.0 * since, "generation_tokens": 10.0 * since,
+                                "ttft.sum": since * 0.5, "ttft.count": since, "itl.sum": since, "itl.count": since * 20})
+    here = scene(windows, 180)
+    found = binds.look(here, here.targets["e"], "e", "vllm")
+
+    assert (found.peak, judge(found).by) == (16.0, "sequence-cap")
+    assert facts_of(here, here.targets["e"], "e")["sequences"] == 16.0
 
 
 def test_an_engine_whose_page_is_gone_is_not_judged() -> None:
