@@ -140,7 +140,8 @@ def test_an_engine_that_came_back_with_fewer_seats_is_judged_by_those() -> None:
         running, since = (64.0, at) if at < 60 else (16.0, at - 60)
         read(windows, at, "e", {"running": running, "waiting": 4.0, "kv_usage": 0.4, "preemptions": 0.0,
                                 "prompt_tokens": 100.0 * since, "generation_tokens": 10.0 * since,
-                                "ttft.sum": since * 0.5, "ttft.count": since, "itl.sum": since, "itl.count": since * 20})
+                                "ttft.sum": since * 0.5, "ttft.count": since, "itl.sum": since,
+                                "itl.count": since * 20})
     here = scene(windows, 180)
     found = binds.look(here, here.targets["e"], "e", "vllm")
 
