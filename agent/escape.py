@@ -31,7 +31,11 @@ _KNOWN = re.compile(
 
 def without_secrets(text: str) -> str:
     """The text with no user info, no query and no telling path in its URLs, and without keys and tokens."""
-    text = _URL.sub(lambda m: _plain_url(m[1], m[2]), text)
+    return without_keys(_URL.sub(lambda m: _plain_url(m[1], m[2]), text))
+
+
+def without_keys(text: str) -> str:
+    """The text without keys and tokens; its URLs stay."""
     return _KNOWN.sub("…", _OPTION.sub(r"\1…", _KEYED.sub(r"\1…", text)))
 
 

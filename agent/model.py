@@ -15,6 +15,7 @@ from msgspec import Struct
 
 Severity = Literal["page", "ticket", "info"]
 SubjectKind = Literal["engine", "target", "gpu", "node", "group", "user", "workload", "source", "any"]
+OLD_S = 300.0  # a number whose own time is further off is no reading; after as long Prometheus forgets a series, too
 SEVERITY_RANK: Mapping[str, int] = {"info": 0, "ticket": 1, "page": 2}
 
 

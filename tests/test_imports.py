@@ -124,7 +124,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.sources.connections": Row("", WORLD),
     "agent.sources.fetch": Row("agent.model", WORLD),
     "agent.sources.discovery": Row(
-        "agent.engines agent.exposition agent.model agent.sources.fetch", WORLD
+        "agent.engines agent.escape agent.exposition agent.model agent.sources.fetch", WORLD
     ),
     "agent.sources.pod_resources": Row("agent.model", "h2 os pathlib socket time"),
     "agent.sources.pods": Row(
@@ -137,7 +137,7 @@ MAY_IMPORT: dict[str, Row] = {
         "agent.engines agent.engines.pages agent.exposition agent.model agent.sources.fetch", WORLD
     ),
     "agent.sources.asking": Row("agent.model agent.phase agent.sources.fetch agent.threads", WORLD),
-    "agent.sources.promql": Row("agent.model agent.sources.asking agent.sources.fetch", "msgspec"),
+    "agent.sources.promql": Row("agent.model agent.sources.asking agent.sources.fetch agent.words", "msgspec"),
     "agent.sources.json_address": Row("agent.json_path agent.model agent.sources.asking", "msgspec"),
     "agent.sources.kernel_log": Row(
         "agent.hardware.lines agent.model agent.sources.journal agent.sources.log_files agent.threads", WORLD

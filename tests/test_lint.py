@@ -315,6 +315,37 @@ def test_a_command_line_is_remembered_without_its_secrets() -> None:
     assert options_of(["vllm", "serve", "/m", "--skip-tokenizer-init"]) == {"model": "/m", "skip-tokenizer-init": ""}
 
 
+@pytest.mark.parametrize(("line", "want"), [
+    ("/m --lora-modules a=/x b=/y --max-num-seqs 8", {"model": "/m", "lora-modules": "a=/x b=/y", "max-num-seqs": "8"}),
+    ("--served-model-name chat chat-2 --model /m", {"served-model-name": "chat chat-2", "model": "/m"}),
+    ("--max-num-seqs 8 org/m", {"max-num-seqs": "8", "model": "org/m"}),
+    ("/m --tokenizer org/t --tokenizer-mode slow --long-prefill-token-threshold 512 --max-num-batched-tokens=2048",
+     {"model": "/m", "tokenizer": "org/t", "tokenizer-mode": "slow", "long-prefill-token-threshold": "512",
+      "max-num-batched-tokens": "2048"}),
+    ("/m --seed -1 --ssl-keyfile /etc/k.pem", {"model": "/m", "seed": "-1", "ssl-keyfile": "/etc/k.pem"}),
+    ("s3://b/a --otlp-traces-endpoint http://t:4317/v1/traces", {
+        "model": "s3://b/a", "otlp-traces-endpoint": "http://t:4317/v1/traces"}),
+])
+def test_what_an_engine_was_started_with_is_whole(line: str, want: dict[str, str]) -> None:
+    """A second adapter, or another tokenizer, was a change that nobody saw."""
+    assert options_of(["vllm", "serve", *line.split()]) == want
+
+
+@pytest.mark.parametrize("words", [
+    "--api-key S3CRET1 S3CRET2 --model /m", "--api-key S3CRET1 S3CRET2", "--api_key=S3CRET1", "/m --hf-token S3CRET1",
+    "/m --token S3CRET1", "/m --admin-api-key S3CRET1", "/m --ssl-keyfile-password S3CRET1",
+    "/m --client-secret S3CRET1", "/m --auth-tokens S3CRET1 S3CRET2", "/m --authtoken S3CRET1",
+    "/m --HF_TOKEN S3CRET1", "/m --aws-credentials S3CRET1",
+    "/m --redis-url redis://me:S3CRET1/x@cache:6379/0", "/m --from https://h/m?sig=S3CRET1",
+    '/m --kv-transfer-config {"api_key":"S3CRET1"}', "/m --header Authorization:S3CRET1", "/m --x hf_S3CRET1S3CRET1",
+])
+def test_no_secret_of_a_command_line_comes_through(words: str) -> None:
+    """The second of two keys was taken for the model, and written into the database."""
+    found = options_of(["vllm", "serve", *words.split()])
+    assert "S3CRET" not in repr(found)
+    assert "/m" not in words.split() or found["model"] == "/m"
+
+
 def test_a_change_is_said_and_survives_a_restart() -> None:
     """The agent remembers under which options and version each engine ran, since when."""
     here, name = node("queue-age"), "llama"

@@ -36,9 +36,9 @@ def answer(result: Any, status: int = 200, kind: str = "vector", **more: Any) ->
     return Answer(status, {}, json.dumps(body).encode())
 
 
-def one(value: str, **labels: str) -> dict[str, Any]:
+def one(value: str, at: float | str = T0, **labels: str) -> dict[str, Any]:
     """A series of it."""
-    return {"metric": labels, "value": [T0, value]}
+    return {"metric": labels, "value": [at, value]}
 
 
 class Scripted(PromqlSource):
@@ -46,6 +46,7 @@ class Scripted(PromqlSource):
 
     def __init__(self, *replies: Answer | FetchError, **more: Any) -> None:
         super().__init__("orders", "http://prometheus:9090", "q", **more)
+        self.wall_s = T0
         self.replies, self.asked = list(replies), list[str]()
 
     def get(self, url: str, *, again: bool = True) -> Answer:
@@ -77,15 +78,15 @@ class Scripted(PromqlSource):
 def test_what_is_no_vector_is_said_in_words(reply: Answer, code: Why, said: str) -> None:
     """Half of the stores of a Thanos were away, and the sum of the others was a fall of the business."""
     with pytest.raises(NoValue, match=said) as caught:
-        vector_of(reply)
+        vector_of(reply, T0)
     assert caught.value.code is code
 
 
 def test_a_harmless_annotation_costs_no_number() -> None:
     """Since 2.48 a rate over a gauge is remarked upon: its number is whole."""
-    vector = vector_of(answer([one("3")], warnings=["PromQL warning: bucket label \"le\" is missing"]))
+    vector = vector_of(answer([one("3")], warnings=["PromQL warning: bucket label \"le\" is missing"]), T0)
     assert (vector.values, len(vector.notes)) == ((({}, 3.0),), 1)
-    assert vector_of(answer([T0, "7"], kind="scalar")).values == (({}, 7.0),)
+    assert vector_of(answer([T0, "7"], kind="scalar"), T0).values == (({}, 7.0),)
 
 
 def test_series_are_told_apart_by_their_labels_and_named_in_bounds() -> None:
@@ -111,7 +112,7 @@ def test_a_series_that_leaves_the_answer_is_a_gap_and_not_forgotten() -> None:
 def test_the_past_is_asked_of_the_source_itself_and_once_a_minute() -> None:
     """A day and a week before the moment of its answer, by its own clock."""
     empty = answer([])
-    source = Scripted(answer([one("8")]), answer([one("10")]), empty, answer([one("8")]), with_past=True)
+    source = Scripted(answer([one("8")]), answer([one("10", T0 - DAY_S)]), empty, answer([one("8")]), with_past=True)
     told = source.once(0.0)
     assert [(r.name, r.value) for r in told if isinstance(r, Sample)] == [("sourced", 8.0), ("sourced_1d", 10.0)]
     assert [(r.name, r.code) for r in told if isinstance(r, Gap)] == [("sourced_7d", Why.NO_DATA)]
@@ -120,6 +121,29 @@ def test_the_past_is_asked_of_the_source_itself_and_once_a_minute() -> None:
     assert len(source.asked) == 4
     assert [r.name for r in again] == ["sourced", "sourced_1d", "sourced_7d"]
     assert "partial_response=false" in source.asked[0]
+
+
+@pytest.mark.parametrize(("story", "result", "said"), [
+    ("5 minutes are a slow clock", [one("8", T0 - 300)], None),
+    ("a cache's answer of two hours ago", [one("8", T0 - 7200)], "2 h before the one asked of: a cache stands"),
+    ("one store of two has stood still", [one("8", r="eu"), one("5", T0 - 301, r="us")], "before the one asked of"),
+    ("its clock, or ours", [one("8", T0 + 3600)], "60 min after the one asked of"),
+    ("no time at all", [one("8", "NaN")], "of another time, which it does not tell"),
+])
+def test_a_number_of_another_time_is_no_reading(story: str, result: list[dict[str, Any]], said: str | None) -> None:
+    """A caching front end told 8 orders/s while the shop stood still, and each look took it for fresh."""
+    told = Scripted(answer(result)).once()
+    stale = [r.why for r in told if isinstance(r, Gap) and r.code == Why.STALE]
+    assert (len(stale), said is None or said in stale[0]) == (0 if said is None else 1, True), story
+    assert len(told) == 1
+
+
+def test_a_past_of_another_day_is_none() -> None:
+    """Asked of a day ago it answered of now: 8 against 8 is no comparison."""
+    source = Scripted(answer([one("8")]), answer([one("8")]), answer([one("9", T0 - 7 * DAY_S)]), with_past=True)
+    told = source.once()
+    assert [(r.name, r.value) for r in told if isinstance(r, Sample)] == [("sourced", 8.0), ("sourced_7d", 9.0)]
+    assert [(r.name, r.code) for r in told if isinstance(r, Gap)] == [("sourced_1d", Why.STALE)]
 
 
 def test_a_source_that_hangs_keeps_nobody_and_tells_nothing_old() -> None:

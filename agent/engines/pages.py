@@ -35,10 +35,9 @@ from agent.engines import (
     with_patterns,
 )
 from agent.exposition import BadLine, Page, Reader, Series
-from agent.model import SAMPLES, EngineFacts, Found, Gap, Sample, Why
+from agent.model import OLD_S, SAMPLES, EngineFacts, Found, Gap, Sample, Why
 
 _AT_OF = itemgetter(3)  # Series.at
-OLD_S = 300.0  # after which Prometheus forgets a series, too
 _SAMPLE_OF = partial(tuple.__new__, Sample)  # a third of the time of Sample(...), for many
 LARGEST = 1.7976931348623157e308  # every finite number is at most this
 PERCENT_FROM = 1.5  # a share over this is in percent

@@ -63,6 +63,7 @@ class Asking(ABC):
         self.note = ""
         self._token, self._every_s, self._connect_s, self._total_s = token, every_s, connect_s, total_s
         self._begins_s = first_two(phase_s, every_s)
+        self.wall_s = 0.0  # unix s - monotonic s, as of the last read
         self._last: tuple[float, Told] | None = None  # when it was told (monotonic), and what
         self._seen: dict[str, float] = {}  # subject -> when it last had a value (monotonic)
         self._fetchers: dict[str, Fetcher] = {}  # address with its query -> who asks it
@@ -73,6 +74,7 @@ class Asking(ABC):
     def read(self, now: float) -> Batch:
         """What was told last, if that is not too long ago. Waits for the first answer only, and not for long."""
         start = time.monotonic()
+        self.wall_s = now - start
         if self._thread is None and not self._stop.is_set():
             self._thread = begin(self._run, self.name)
             self._first.wait(0.0 if self._begins_s[0] else FIRST_S)  # what asks later is awaited by nobody

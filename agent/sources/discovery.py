@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from agent.engines import KINDS, detect, load_map
+from agent.escape import without_keys
 from agent.exposition import ACCEPT, PageError, Reader, decode
 from agent.model import Batch, FoundEngine
 from agent.sources.fetch import Fetcher, FetchError
@@ -89,26 +90,40 @@ def engine_of(argv: Sequence[str]) -> Named | None:
     return None
 
 
-SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
-OPEN = ("max-", "num-", "skip-tokenizer-")  # --max-num-batched-tokens is none
+# An option whose value is a secret, by its name: --api-key, --hf-token, --ssl-keyfile-password; not --tokenizer,
+# --max-num-batched-tokens, --long-prefill-token-threshold, nor a file that holds one.
+SECRET = re.compile(r"secret|passw|passphrase|credential|bearer|authorization|keys?(-|$)|token$"
+                    r"|(api|auth|access|admin|hf|hub|refresh|session)-?tokens(-|$)", re.IGNORECASE)
+LISTS = frozenset({"allowed-origins", "allowed-methods", "allowed-headers", "collect-detailed-traces", "cuda-graph-bs",
+                   "cudagraph-capture-sizes", "lora-modules", "lora-paths", "lora-target-modules", "middleware",
+                   "served-model-name"})  # options of vLLM and SGLang with several values: no model comes after them
+MODEL = frozenset({"model", "model-path", "model-id"})
+_URL = re.compile(r"""://(?:[^\s"']*@)?([^\s"'?]*)[^\s"']*""")  # without the user's and the query
 
 
 def options_of(argv: Sequence[str]) -> dict[str, str]:
-    """An engine's options by name without dashes ("" where one has no value), and its model; never a secret."""
+    """An engine's options by name without dashes ("" where one has no value), and its model; never a secret.
+
+    Several values are told with a space between them.
+    """
     at = next((after for form in FORMS if (after := _after(argv, form.words)) is not None), None)
-    found: dict[str, str] = {}
     words = [] if at is None else list(argv[at:])
-    for i, word in enumerate(words):
-        before = words[i - 1] if i else ""
-        if not word.startswith("-"):
-            if not before.startswith("-"):
-                found.setdefault("model", word)
+    told: list[tuple[str, list[str]]] = [("", [])]  # before the first option stands the model
+    for word in words:
+        if not word.startswith("-") or word[1:2].isdigit():
+            told[-1][1].append(word)
             continue
         name, is_joined, value = word.lstrip("-").partition("=")
-        next_ = words[i + 1] if i + 1 < len(words) else "-"
-        name = name.replace("_", "-")
-        if not SECRET.search(name) or name.startswith(OPEN):
-            found[name] = value if is_joined else "" if next_.startswith("-") and not next_[1:2].isdigit() else next_
+        told.append((name.replace("_", "-"), [value] if is_joined else []))
+    found = {"model": told[0][1][0]} if told[0][1] else {}
+    is_named = bool(found) or any(name in MODEL for name, _ in told)
+    for name, values in told[1:]:
+        if not name or SECRET.search(name):
+            continue
+        if len(values) > 1 and not is_named and name not in LISTS:
+            found["model"] = values.pop()  # serve --port 8000 org/m
+            is_named = True
+        found[name] = without_keys(_URL.sub(r"://\1", " ".join(values)))
     return found
 
 

@@ -14,9 +14,10 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from agent.model import Gap, Sample, Why
+from agent.model import OLD_S, Gap, Sample, Why
 from agent.sources.asking import CONNECT_S, EVERY_S, TOTAL_S, Asking, NoValue, Told, refusal
 from agent.sources.fetch import Answer, FetchError
+from agent.words import span
 
 PAST_EVERY_S = 60.0  # yesterday changes no faster than today
 PAST: Mapping[str, float] = {"sourced_1d": 86400.0, "sourced_7d": 7 * 86400.0}
@@ -36,8 +37,11 @@ class Vector(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def vector_of(answer: Answer) -> Vector:
-    """The numbers of an instant query's answer. Raises NoValue in words, whatever came instead."""
+def vector_of(answer: Answer, asked_at: float) -> Vector:
+    """The numbers of an instant query's answer. Raises NoValue in words, whatever came instead.
+
+    `asked_at`: the time that they must hold at (unix s), give or take OLD_S.
+    """
     try:
         body = msgspec.json.decode(answer.body)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -53,16 +57,16 @@ def vector_of(answer: Answer) -> Vector:
     if partial:
         raise NoValue(Why.ERROR, f"the answer is only a part: {partial[0]}")
     try:
-        return Vector(*numbers_of(body["data"]), tuple(warnings))
+        return Vector(*numbers_of(body["data"], asked_at), tuple(warnings))
     except (KeyError, TypeError, ValueError, IndexError):
         raise NoValue(Why.BAD_PAGE, "the answer has another form than Prometheus's") from None
 
 
-def numbers_of(data: Any) -> tuple[tuple[tuple[Mapping[str, str], float], ...], float]:
+def numbers_of(data: Any, asked_at: float) -> tuple[tuple[tuple[Mapping[str, str], float], ...], float]:
     """(labels and number of each series, when they hold). Raises NoValue."""
     kind, result = data["resultType"], data["result"]
     if kind == "scalar":
-        return (({}, float(result[1])),), float(result[0])
+        return (({}, float(result[1])),), _fresh(float(result[0]), asked_at)
     if kind != "vector":
         raise NoValue(Why.BAD_PAGE, f"the query gives a {kind}, not one number a series: a range needs a function over"
                                     " it, as rate(…[5m])")
@@ -74,7 +78,18 @@ def numbers_of(data: Any) -> tuple[tuple[tuple[Mapping[str, str], float], ...], 
     if any("value" not in one for one in result):
         raise NoValue(Why.BAD_PAGE, "the query gives histograms: take a number of them, as histogram_quantile(…)")
     found = tuple(({name: str(word) for name, word in one["metric"].items()}, float(one["value"][1])) for one in result)
-    return found, float(result[0]["value"][0])
+    return found, max(_fresh(float(one["value"][0]), asked_at) for one in result)
+
+
+def _fresh(at: float, asked_at: float) -> float:
+    """When a number holds. Raises NoValue: at another time than it was asked of."""
+    off_s = asked_at - at
+    if abs(off_s) <= OLD_S:
+        return at
+    way = "before" if off_s > 0 else "after"
+    by = f"{span(abs(off_s))} {way} the one asked of" if math.isfinite(off_s) else "which it does not tell"
+    raise NoValue(Why.STALE, f"the answer is of another time, {by}: a cache stands before this address, or a clock is"
+                             " wrong")
 
 
 def failed_query(kind: str, text: str, status: int) -> NoValue:
@@ -133,7 +148,7 @@ class PromqlSource(Asking):
 
     def ask(self, start: float) -> Told:
         """The query now, and now and then of the past."""
-        vector = vector_of(self.get(f"{self._base}?{urlencode(self._asked)}"))
+        vector = vector_of(self.get(f"{self._base}?{urlencode(self._asked)}"), start + self.wall_s)
         readings, told = list[Sample | Gap](), dict[str, float]()
         for labels, value in vector.values:
             subject = subject_of(self.source, labels)
@@ -151,7 +166,7 @@ class PromqlSource(Asking):
         for name, back_s in PAST.items():
             asked = urlencode({**self._asked, "time": f"{at - back_s:.3f}"})
             try:
-                values = vector_of(self.get(f"{self._base}?{asked}", again=False)).values
+                values = vector_of(self.get(f"{self._base}?{asked}", again=False), at - back_s).values
             except (FetchError, NoValue) as fault:
                 found += [Gap(name, subject, fault.code, str(fault), 0.0) for subject in subjects]
                 continue
