@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -90,7 +91,8 @@ def cannot(why: str | Sequence[str], *, would_tell: str) -> Verdict:
     return Verdict("cannot tell", [why] if isinstance(why, str) else why, would_tell=would_tell)
 
 
-SEE_OPTIONS = "`tocsin lint` on the engine's own machine, where /proc shows its command line"
+SEE_OPTIONS = ("`tocsin lint` on the engine's own machine, where /proc shows its command line; in Kubernetes the agent"
+               " of its node with overlays/discovery, or components/node-processes where an image or a shell hides it")
 NO_AGENT = "only a running agent knows"
 ASK_AGENT = "`tocsin lint` without an address, on the node where the agent runs"
 
@@ -100,14 +102,25 @@ def unseen(facts: Facts, what: str, option: str, *said: str) -> Verdict:
     if facts.options is None:
         why = "its command line was not seen: it runs elsewhere, or in a container of its own"
         return cannot([*said, f"{what} is not known: {why}"], would_tell=SEE_OPTIONS)
-    why = "its --config file may say it" if "config" in facts.options else "what this engine does without is not known"
+    hidden = [f"--{name} {value}" for name, value in sorted(facts.options.items()) if is_hidden(value)]
+    why = ("its --config file may say it" if "config" in facts.options else
+           f"its pod's environment may: {', '.join(hidden)}" if hidden else
+           "what this engine does without is not known")
     return cannot([*said, f"{what} is not known: its command line does not say, and {why}"],
                   would_tell=f"{option} on its command line")
 
 
+SEQUENCES = ("max-num-seqs", "max-running-requests", "max-batch-size", "parallel", "np")
+
+
+def is_hidden(value: str | None) -> bool:
+    """Whether a value stands in the environment of its pod, and a variable in its place (agent.sources.pods)."""
+    return value is not None and re.search(r"\$\(?\w", value) is not None
+
+
 def sequences(facts: Facts) -> float | None:
     """How many sequences it runs at once at most, where its command line says it."""
-    told = facts.option("max-num-seqs", "max-running-requests", "max-batch-size", "parallel", "np")
+    told = facts.option(*SEQUENCES)
     return float(told) if told is not None and told.isdigit() else None
 
 
@@ -117,7 +130,7 @@ def seats(facts: Facts) -> tuple[float, str] | None:
     if most is not None:
         return most, f"{name} {most:.0f}"
     default = LEAST_DEFAULT, f"{name} is not given: vLLM's own is {LEAST_DEFAULT:.0f} or more"
-    return default if facts.is_whole else None
+    return default if facts.is_whole and not is_hidden(facts.option(*SEQUENCES)) else None
 
 
 def speculates(facts: Facts) -> bool | None:
@@ -150,6 +163,8 @@ def quantized(facts: Facts) -> tuple[str, bool | None] | None:
     None: nobody knows.
     """
     form = form_of(facts)
+    if is_hidden(form.name):
+        return None
     if not form.name:
         return None if facts.model is None or not facts.is_whole else ("", False)
     return form.name, form.activations

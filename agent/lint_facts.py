@@ -20,15 +20,16 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import yaml
 
-from agent.client import NotPermitted, NotRunning, ask
+from agent.client import AgentError, NotPermitted, NotRunning, ask
 from agent.config import Config, address_of, target_name
 from agent.daemon import local_port
 from agent.exposition import PageError, Reader
-from agent.lint_case import Facts
+from agent.lint_case import Facts, is_hidden
 from agent.oneshot import doctor
-from agent.sources.discovery import Process, engine_of, options_of, processes, version_at
+from agent.sources.discovery import Process, address_in, engine_of, is_here, options_of, processes, version_at
 from agent.sources.fetch import Fetcher, FetchError, is_local
 
+PROC = Path("/proc")
 ROUNDS = 5  # reads of an engine at an address, a second apart
 ASK_S, MOST_BYTES = 3.0, 8 << 20
 CONFIG_BYTES, INDEX_BYTES = 1 << 20, 64 << 20  # the index of a mixture of many experts has 10 MB
@@ -112,12 +113,15 @@ def look(config: Config, urls: Sequence[str], *, profile: Profile | None = None,
     checked: Mapping[str, Any] | None = None
     if urls:
         told = doctor(config, urls, rounds=ROUNDS)
+        remembered = _remembered(config)
+        told["targets"] = [one | {"configs": one["configs"] or _of_address(remembered, one["url"])}
+                           for one in told["targets"]]
     else:
         try:
             told, checked = ask(config.socket, "/doctor"), ask(config.socket, "/check")
         except (NotRunning, NotPermitted):
             told = doctor(config, [], rounds=ROUNDS)
-    found, errors, here = [], [], processes(Path("/proc"))
+    found, errors, here = [], [], processes(PROC)
     for target in told["targets"]:
         if target["error"] or not target["engines"]:
             errors.append(f"{target['target']}: {target['error'] or 'it tells no engine'}")
@@ -134,6 +138,20 @@ def look(config: Config, urls: Sequence[str], *, profile: Profile | None = None,
                 facts = replace(facts, drills=drills)
             found.append((_head(target, engine), facts))
     return Looked(found, errors)
+
+
+def _remembered(config: Config) -> Sequence[Mapping[str, Any]]:
+    """The targets of the agent here, with what it remembers; none where it does not answer."""
+    try:
+        targets: Sequence[Mapping[str, Any]] = ask(config.socket, "/doctor")["targets"]
+    except (NotRunning, AgentError):
+        return []
+    return targets
+
+
+def _of_address(targets: Sequence[Mapping[str, Any]], url: str | None) -> Sequence[Mapping[str, Any]]:
+    """The last command line and version that is remembered of what is at an address."""
+    return next((one["configs"][-1:] for one in targets if url and one["url"] and is_same(one["url"], url)), [])
 
 
 def _head(target: Mapping[str, Any], engine: str) -> dict[str, Any]:
@@ -194,10 +212,11 @@ def changes(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             f"version {before['version'] or '?'} → {after['version'] or '?'}"]
         for name in sorted(before["options"].keys() | after["options"].keys()):
             old, new = before["options"].get(name), after["options"].get(name)
-            if old != new:
+            if old != new and not any(is_hidden(value) for value in (old, new)):
                 words = ["absent" if value is None else value or "given" for value in (old, new)]
                 said.append(f"--{name} {words[0]} → {words[1]}")
-        found.append({"at": after["at"], "what": ", ".join(said)})
+        if said:
+            found.append({"at": after["at"], "what": ", ".join(said)})
     return found
 
 
@@ -266,11 +285,18 @@ def _json(url: str) -> Any:
 
 
 def _process(url: str, here: Sequence[Process]) -> Process | None:
-    """The process of this machine that serves an address of this machine, by its command line."""
+    """The process here that serves an address of this machine, or of a container's network on it; None where two may.
+
+    By its command line, and by the address of its network namespace, which anybody may read.
+    """
     host, _, port = address_of(url).rpartition(":")
-    if not port.isdigit() or not is_local(host.strip("[]")):
-        return None
-    return next((one for one in here if (named := engine_of(one.argv)) is not None and named.port == int(port)), None)
+    named = [one for one in here if port.isdigit() and (line := engine_of(one.argv)) is not None
+             and line.port == int(port)]
+    if not is_local(host.strip("[]")):
+        own = [one for one in named if address_in(PROC / str(one.pid)) == host]
+        return own[0] if len({one.argv for one in own}) == 1 else None
+    own = [one for one in named if is_here(PROC, one.pid)] or named  # or a container's, published at its own port
+    return own[0] if len({one.argv for one in own}) == 1 else None
 
 
 # --- the model's folder ----------------------------------------------------------------------------------------------

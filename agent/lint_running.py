@@ -112,7 +112,8 @@ def gray(facts: Facts) -> Verdict:
     """8: changes go to 5 % of the traffic first. One is told of for 31 days."""
     if facts.changes is None and facts.signals is not None:
         return cannot("whether its configuration changed is not known: the agent did not see its command line",
-                      would_tell="the agent on the engine's own machine, where /proc shows it")
+                      would_tell="the agent on the engine's own machine, where /proc shows it; in Kubernetes with"
+                                 " overlays/discovery, or components/node-processes")
     if facts.changes is None:
         return cannot(f"whether its configuration changed is not known: {NO_AGENT}", would_tell=ASK_AGENT)
     seen_s = MONTH_S if facts.watched_since is None else min(MONTH_S, max(0.0, facts.now - facts.watched_since))

@@ -124,8 +124,9 @@ class FoundEngine(NamedTuple):
     """An engine that discovery found. `pids`: its processes; `ranks`: process -> rank, where it says so.
 
     `pod`: the uid of the pod that it is, where that is known; `workload`: then its subject is `namespace/workload#n`,
-    with the lowest `n` that is free on this node. `options`: of its command line, without secrets; `version`: as it
-    tells it, "" where it tells none, None where it was not asked.
+    with the lowest `n` that is free on this node. `options`: of its command line, without secrets, {} where that was
+    not seen; in a pod's own words a value of its environment is `$(VAR)`. `version`: as it tells it, "" where it tells
+    none, None where it was not asked.
     """
 
     name: str  # host:port, the subject that it gets

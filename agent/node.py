@@ -59,6 +59,7 @@ from agent.windows import RAW_KEEP_S, Windows
 
 SETTLED_S = 600.0  # a GPU's memory 10 m after its engine's start is what the engine is meant to use
 CONFIGS_KEPT = 8  # of each engine
+GONE_CONFIGS_KEPT = 32  # engines that are gone, whose are
 USER_GONE_S = 60.0  # an address of which no prober tells any more
 TOGETHER_S = 300.0  # GPUs that were reset within so long of each other were reset together
 PAGE_SPAN_S = 300.0  # what a page's numbers are means of
@@ -330,19 +331,57 @@ class Node:
                 self.learned.found.pop(engine.name, None)
             else:
                 self._learn_found(engine, at, by)
-            self._note_config(engine, at)
+            self._note_config(engine, at, by)
         self._note_stopping(at)
 
-    def _note_config(self, engine: FoundEngine, at: float) -> None:
-        """Remember with which options and which version an engine runs, since when; of the last few changes."""
-        name = next((target.name for target in self.setup.targets if target.port and target.port == engine.port), None)
+    def _note_config(self, engine: FoundEngine, at: float, by: str) -> None:
+        """Remember with which options and which version an engine runs, since when; of the last few changes.
+
+        Of a pod /proc is nearer to the truth than what the API has of it: an image and a shell add to that.
+        """
+        name = self._name_of(engine)
         if name is None or not engine.options or engine.version is None:
             return
         now = {"options": dict(engine.options), "version": engine.version}
-        known = self.learned.configs.setdefault(name, [])
-        if not known or {key: known[-1][key] for key in now} != now:
-            known.append({"at": at, **now})
+        known, seen = self._configs_of(name, at), {"by": by, "pod": engine.pod}
+        last = known[-1] if known else {}
+        is_same = last.get("pod") == engine.pod
+        if (by, last.get("by")) == ("pods", "discovery") and (is_same or self.processes):
+            return
+        if (by, last.get("by"), is_same) == ("discovery", "pods", True):  # looked at more closely
+            at = last["at"]
+            del known[-1]
+        if known and _is_config(known[-1], now):
+            known[-1] |= seen
+        else:
+            known.append({"at": at, **now, **seen})
             del known[:-CONFIGS_KEPT]
+
+    def _name_of(self, engine: FoundEngine) -> str | None:
+        """The target that an engine is: by its port on this machine, or by its address and pod."""
+        if engine.port:
+            return next((target.name for target in self.setup.targets if target.port == engine.port), None)
+        here = {pod.uid for pod in self.pods("pods")}
+        for name, known in self.learned.found.items():  # another pod may have had its address
+            if _address(known) == engine.name and (known.get("pod") == engine.pod or engine.pod not in here):
+                return name
+        return next((target.name for target in self.setup.targets
+                     if target.name not in self.learned.found and target.address == engine.name), None)
+
+    def _configs_of(self, name: str, at: float) -> list[dict[str, Any]]:
+        """What is remembered of a target; a further pod of a workload begins with what was known of those before."""
+        all_ = self.learned.configs
+        if name not in all_:
+            workload, mark, _ = name.rpartition("#")
+            others = [known for other, known in all_.items()
+                      if mark and other.startswith(f"{workload}#") and known and known[-1]["at"] < at]
+            here = {target.name for target in self.setup.targets} | self.learned.found.keys()
+            gone = sorted((known[-1]["at"] if known else 0.0, other) for other, known in all_.items()
+                          if other not in here)
+            for _, other in gone[:max(0, len(gone) - GONE_CONFIGS_KEPT)]:  # each new address is a name
+                del all_[other]
+            all_[name] = [dict(one) for one in max(others, key=lambda known: known[-1]["at"], default=[])]
+        return all_[name]
 
     def _learn_found(self, engine: FoundEngine, at: float, by: str) -> None:
         name = self._pod_subject(engine) if engine.workload else engine.name
@@ -1185,6 +1224,11 @@ class Node:
 def is_muted(alert: Alert) -> bool:
     """Whether it fired under a silence, and nobody of ours was told so far. Saved with the alert, as one thing."""
     return SILENCED in alert.annotations
+
+
+def _is_config(known: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether these are the same options and version."""
+    return all(known[key] == value for key, value in now.items())
 
 
 def _address(known: Mapping[str, Any]) -> str:

@@ -128,7 +128,7 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "agent.sources.pod_resources": Row("agent.model", "h2 os pathlib socket time"),
     "agent.sources.pods": Row(
-        "agent.engines agent.model agent.sources.discovery agent.threads drills.cluster", "re threading time"
+        "agent.engines agent.model agent.sources.discovery agent.threads drills.cluster", "re shlex threading time"
     ),
     "agent.sources.workloads": Row("agent.model agent.sources.pods agent.threads drills.cluster", "threading"),
     "agent.sources.engine_probe": Row("agent.model", WORLD),

@@ -290,7 +290,7 @@ class DiscoverySource:
         self._proc, self._every_s, self._clock = proc, every_s, clock
         self._looked_at: float | None = None
         self._asked: dict[tuple[int, int], str | None] = {}  # (port, inode) -> kind, None: no engine
-        self._versions: dict[tuple[int, int], str] = {}  # (port, inode) -> as it was told
+        self._versions: dict[tuple[str, int], str] = {}  # (engine, inode) -> as it was told
 
     def read(self, now: float) -> Batch:
         """Look, if it is time."""
@@ -370,16 +370,18 @@ class DiscoverySource:
         how = f"its command line (process {process.pid} in a pod)"
         ranks = ranks_of(pids, of)
         found = found_engine(host, named.port, named.kind, how, pids=pids, ranks=ranks, is_tls=named.is_tls)
-        return found._replace(port=0, pod=pod)
+        where = listening(self._proc, str(process.pid)).get(named.port)
+        version = None if where is None else self._version(found, where[1])
+        return found._replace(port=0, pod=pod, options=options_of(process.argv), version=version)
 
     def _version(self, engine: FoundEngine, inode: int) -> str | None:
         """The version of vLLM, asked once a socket; None where it did not answer."""
-        at = (engine.port, inode)
+        at = (engine.name, inode)
         if at not in self._versions and engine.kind == "vllm":
             version = version_at(engine.url)
             if version is None:
                 return None
-            self._versions = {key: told for key, told in self._versions.items() if key[0] != engine.port}
+            self._versions = {key: told for key, told in self._versions.items() if key[0] != engine.name}
             self._versions[at] = version
         return self._versions.get(at, "")
 

@@ -8,14 +8,16 @@ once and then watched; where it is silent, what it told last holds.
 from __future__ import annotations
 
 import re
+import shlex
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 from agent.engines import KINDS
 from agent.model import Batch, FoundEngine, PodFacts
-from agent.sources.discovery import WELL_KNOWN, engine_of, kind_of_page
+from agent.sources.discovery import WELL_KNOWN, Named, engine_of, kind_of_page, options_of, version_at
 from agent.threads import begin
 from drills.cluster import Cluster, ClusterError, Object, has_condition, labels_of, labels_or, pods_path, uid_of
 
@@ -24,6 +26,7 @@ PORT = "tocsin.dev/port"  # annotation: where it listens
 SCHEME = "tocsin.dev/scheme"  # annotation: "https"
 WORKER = "leaderworkerset.sigs.k8s.io/worker-index"  # label: of an engine over several pods only 0 answers
 AGAIN_S = 15.0  # after a failure
+VERSION_AGAIN_S = 30.0  # where an engine that is Ready did not say it
 GPUS = re.compile(r"(?:nvidia\.com|amd\.com)/(?:gpu|mig-.*)")
 LABELS = ("app.kubernetes.io/name", "app.kubernetes.io/component", "app", "engine", "inference-engine")
 # What people call them: as a label's value, or within the name of an image.
@@ -32,6 +35,14 @@ CALLED: Mapping[str, str] = {
     "llama.cpp": "llamacpp", "llama-server": "llamacpp", "lmdeploy": "lmdeploy", "tritonserver": "triton",
     "triton": "triton", "trtllm-serve": "trtllm-serve",
 }  # fmt: skip
+# What their makers' images start where the pod names no command: its args are this one's.
+ENTRYPOINTS: Mapping[str, tuple[str, ...]] = {
+    "vllm-openai": ("vllm", "serve"), "text-generation-inference": ("text-generation-launcher",)}
+SHELLS = ("sh", "bash", "ash", "dash")
+# A value of the container's environment: `$(VAR)` is the kubelet's, `$VAR` and `${VAR}` a shell's. It is not looked up:
+# it may be a secret's.
+UNKNOWN = re.compile(r"\$[({A-Za-z_@*]")
+MANY = re.compile(r"\$[@*]|\$[({]?\w*(?:ARGS|OPT|FLAGS|EXTRA)", re.IGNORECASE)  # more options than one stand in it
 DEFAULT_PORTS: Mapping[str, int] = {"sglang": 30000, "llamacpp": 8080, "lmdeploy": 23333, "triton": 8002, "tgi": 80}
 
 
@@ -42,6 +53,56 @@ class PodEngine(NamedTuple):
     port: int
     is_tls: bool
     how: str
+
+
+def options_in(pod: Mapping[str, Any], port: int) -> dict[str, str]:
+    """The options of the engine at this port, as discovery.options_of; {} where the pod does not show them all.
+
+    Without a secret. A value of the container's environment stays as it is written there (`$(SEATS)`). Pure.
+    """
+    containers = (pod.get("spec") or {}).get("containers") or ()
+    lines = [(named, argv) for argv in map(_argv, containers) if (named := _named(argv)) is not None]
+    own = [argv for named, argv in lines if named.port == port] or [argv for _, argv in lines]
+    return {} if len(own) != 1 or _hides_more(own[0]) else options_of(own[0])
+
+
+def _argv(container: Mapping[str, Any]) -> list[str]:
+    """A container's command line: its image's where that is known, and what its shell starts."""
+    command, args = container.get("command") or (), container.get("args") or ()
+    words = [*(command or ENTRYPOINTS.get(_image(container), ())), *args]
+    words = [re.sub(r"\$\(([\w.-]+)\)", r"${\1}", word) for word in words]  # so that a shell's words do not end there
+    script = next((after for word, after in pairwise(words[:4]) if re.fullmatch(r"-[a-z]*c", word)), None)
+    shell = bool(words) and words[0].rpartition("/")[2] in SHELLS and script is not None
+    return [re.sub(r"\$\{([\w.-]+)\}", r"$(\1)", word) for word in (_in_shell(script or "") if shell else words)]
+
+
+def _in_shell(script: str) -> list[str]:
+    """The words of the first command of a script that starts an engine; [] where none does, or it is more than that."""
+    flat = re.sub(r"(?<=\s)[0-9]?>{1,2}&?\s*[^\s;|&]+", " ", script.replace("\\\n", " "))  # where it writes to
+    lexer = shlex.shlex(flat.replace("\n", ";"), posix=True, punctuation_chars=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    try:
+        words = list(lexer)
+    except ValueError:
+        return []
+    for is_mark, part in groupby(words, key=lambda word: not word.strip(";&|()<>")):
+        own = list(part)
+        while own and (own[0] == "exec" or re.match(r"\w+=", own[0])):
+            del own[0]
+        if not is_mark and _named(own) is not None:
+            return own
+    return []
+
+
+def _named(argv: Sequence[str]) -> Named | None:
+    """As engine_of; its port is 0 where a variable says it."""
+    return engine_of([re.sub(r"\$[({]?[\w.-]+[)}]?", "0", word) for word in argv])
+
+
+def _hides_more(argv: Sequence[str]) -> bool:
+    """Whether a variable stands in it that may be several options, or one with its value."""
+    return any(MANY.search(word) or (UNKNOWN.match(word) and not before.startswith("-") and before != "serve")
+               for before, word in pairwise(argv))
 
 
 def engine_in(pod: Mapping[str, Any]) -> PodEngine | None:
@@ -81,11 +142,15 @@ def _called(pod: Mapping[str, Any], containers: Sequence[Mapping[str, Any]]) -> 
         if kind is not None:
             return kind, f"its label {label}"
     for one in containers:
-        image = re.sub(r"[@:][^/]*$", "", str(one.get("image", ""))).rpartition("/")[2].lower()
-        kind = CALLED.get(image)
+        kind = CALLED.get(_image(one))
         if kind is not None:
             return kind, "its image"
     return None, ""
+
+
+def _image(container: Mapping[str, Any]) -> str:
+    """What its image is called, without registry, tag and digest."""
+    return re.sub(r"[@:][^/]*$", "", str(container.get("image", ""))).rpartition("/")[2].lower()
 
 
 def _ports(containers: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
@@ -146,7 +211,9 @@ def kept(pod: Object) -> Object:
                            if key.startswith("tocsin.dev/")}},
         "spec": {"containers": [{name: one[name] for name in of_container if name in one}
                                 for one in spec.get("containers") or ()]},
-        "status": {name: status[name] for name in ("phase", "podIP", "conditions") if name in status},
+        "status": {name: status[name] for name in ("phase", "podIP", "conditions") if name in status}
+        | {"containerStatuses": [{"containerID": one.get("containerID")}
+                                 for one in status.get("containerStatuses") or ()]},
     }
 
 
@@ -161,6 +228,7 @@ class PodsSource:
         self._seen: Mapping[str, Object] | None = None
         self._error: str | None = None
         self._asked: dict[tuple[str, int], str | None] = {}  # (uid, port) -> kind, None: no engine
+        self._versions: dict[str, tuple[Any, str | None, float]] = {}  # uid -> its containers, version, when asked
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -199,6 +267,7 @@ class PodsSource:
 
     def _engines(self, seen: Mapping[str, Object]) -> Iterator[FoundEngine]:
         self._asked = {key: kind for key, kind in self._asked.items() if key[0] in seen}
+        self._versions = {uid: told for uid, told in self._versions.items() if uid in seen}
         for uid, pod in sorted(seen.items(), key=lambda item: str(item[1]["metadata"]["name"])):
             status = pod.get("status") or {}
             ip, engine = status.get("podIP"), engine_in(pod)
@@ -209,7 +278,22 @@ class PodsSource:
             kind = engine.kind if engine.kind is not None else self._kind_at(uid, pod, engine.port, url)
             if kind is not None:
                 how = f"{engine.how} (pod {pod['metadata']['namespace']}/{pod['metadata']['name']})"
-                yield FoundEngine(address, url, kind, how, 0, pod=uid, workload=workload_of(pod))
+                options = options_in(pod, engine.port)
+                version = self._version(uid, pod, kind, url) if options else None
+                yield FoundEngine(address, url, kind, how, 0, pod=uid, workload=workload_of(pod), options=options,
+                                  version=version)
+
+    def _version(self, uid: str, pod: Object, kind: str, url: str) -> str | None:
+        """As discovery's: asked once its containers have begun and it is Ready, and again where it did not answer."""
+        runs = [one["containerID"] for one in (pod.get("status") or {}).get("containerStatuses") or ()]
+        before, version, asked_at = self._versions.get(uid, (None, None, -VERSION_AGAIN_S))
+        now = time.monotonic()
+        if before != runs or (version is None and now - asked_at >= VERSION_AGAIN_S):
+            if not has_condition(pod, "Ready"):
+                return None
+            version = version_at(url) if kind in ("vllm", "auto") else ""
+            self._versions[uid] = (runs, version, now)
+        return version
 
     def _kind_at(self, uid: str, pod: Object, port: int, url: str) -> str | None:
         """Which engine's page stands there. Asked once a pod, when it is Ready."""

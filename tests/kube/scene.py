@@ -141,19 +141,21 @@ class Api:
 
     def pod(self, name: str = "", *, ready: bool = True, node: str = "n1", owned: bool = True, namespace: str = "",
             labels: Mapping[str, str] = LABELS, annotations: Mapping[str, str] | None = None, grace_s: int = 30,
-            finalizers: list[str] | None = None, phase: str = "Running", ip: str = "127.0.0.1") -> Object:
+            finalizers: list[str] | None = None, phase: str = "Running", ip: str = "127.0.0.1", owner: str = "vllm",
+            container: Mapping[str, Any] | None = None) -> Object:
         """A pod of a ReplicaSet, as its kubelet reports it. `phase` Pending: nothing was reported yet."""
         where = namespace or self.namespace
         meta: dict[str, Any] = {"name": name or f"vllm-{uuid.uuid4().hex[:6]}", "labels": dict(labels),
                                 "annotations": dict(annotations or {})}
         if owned:  # of a group that no garbage collector knows: it ends pods whose owner is not there
-            meta["ownerReferences"] = [{"apiVersion": "test.tocsin.dev/v1", "kind": "ReplicaSet", "name": "vllm",
+            meta["ownerReferences"] = [{"apiVersion": "test.tocsin.dev/v1", "kind": "ReplicaSet", "name": owner,
                                         "uid": "0f0f0f0f-0000-4000-8000-000000000001", "controller": True}]
         if finalizers:
             meta["finalizers"] = finalizers
         spec: dict[str, Any] = {
             "terminationGracePeriodSeconds": grace_s, "automountServiceAccountToken": False,
-            "containers": [{"name": "engine", "image": "example.invalid/vllm", "ports": [{"containerPort": 8000}]}]}
+            "containers": [{"name": "engine", "image": "example.invalid/vllm", "ports": [{"containerPort": 8000}],
+                            **(container or {})}]}
         if node:
             spec["nodeName"] = node
         made = self.post("", "pods", {"metadata": meta, "spec": spec}, "Pod", namespace=where)
