@@ -57,7 +57,7 @@ TOLD: Mapping[str, str] = {
     "prefill_s_per_token": "(mean TTFT − mean wait in the queue) ÷ mean prompt",
     "prefill_s": "mean TTFT − mean wait in the queue", "queue_s": "mean wait in the queue",
     "hit_rate": "prefix-cache hits ÷ tokens looked up", "acceptance": "accepted ÷ drafted tokens",
-    "requests_per_s": "requests that finish",
+    "replica_per_s": "the most requests that it finished in a minute in which others waited",
     "replicas": "engines that the agent watches; give --replicas where not all serve this model",
     "queue_age_s": "age of the oldest request in the queue",
     "preemptions": "preemptions seen", "itl_target_s": "slo.itl_p99",
@@ -75,6 +75,8 @@ def gb(size_bytes: float) -> str:
 def shown(name: str, value: float) -> str:
     """An input with its name and unit: prompt 812 tokens, 45 ms."""
     words = name.replace("_", " ")
+    if name.endswith("_per_s"):
+        return f"{words.removesuffix(' per s')} {value:.3g}/s"
     if name.endswith(("_s", "_s_per_token")):
         return f"{words.removesuffix(' s') if name.endswith('_s') else 'prefill per token'} {span(value)}"
     if name.endswith("_bytes"):
@@ -115,6 +117,10 @@ def parallelism(*, weight_bytes: float, gpu_bytes: float, gpus: int, moe: bool =
         decision, answer = "one-gpu", "one GPU, no parallelism"
     elif fitting is not None:
         why.append(f"{gb(weight_bytes)} ÷ {fitting} = {gb(shard_bytes)} a GPU < {gb(most_bytes)}: it fits in the node")
+        close = next((n for n in sizes if n < fitting and weight_bytes / n < gpu_bytes), None)
+        if close is not None:
+            why.append(f"over {close} it would be {gb(weight_bytes / close)} of {gb(gpu_bytes)} each: the weights alone"
+                       f" find room, but the {quantity(1 - FITS, 'ratio')} for KV cache and temporaries are gone")
         why.append("all ranks of a group need NVLink or the like between them")
         decision, answer = f"tp{fitting}", f"tensor parallel over {fitting} GPUs of one node (TP{fitting})"
         if fitting < gpus:
@@ -424,9 +430,12 @@ def autoscaling(*, startup_s: float, spike_per_s: float | None = None, replica_p
                 queue_age_s: float | None = None, intervals: int = 3, cold_start_ok: bool = False) -> Advice:
     """When to scale, and how many stand ready. `startup_s`: image + weights + graphs + warm-up + health, end to end.
 
-    `spike_per_s`: requests at a spike's height, all that come; `replica_per_s`: what one replica finishes.
-    `queue_age_s`: now, at one look: a spike of one asks for nothing.
+    `spike_per_s`: requests at a spike's height, all that come; `replica_per_s`: the most that one
+    finishes. `queue_age_s`: now, at one look: a spike of one asks for nothing. Raises Missing: a spike alone.
     """
+    if spike_per_s is not None and not replica_per_s:
+        raise Missing("it takes --per-replica beside --spike, or --from an engine that was seen for a minute in which"
+                      " requests waited: what one finishes that could do more is not its most")
     why = [f"a replica takes {span(startup_s)} to start: no reaction is faster"]
     numbers: dict[str, Any] = {"startup_s": startup_s, "scale_out_queue_age_s": OUT_S,
                                "scale_in_queue_age_s": IN_S, "scale_in_for_s": IN_FOR_S,

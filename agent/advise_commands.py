@@ -351,14 +351,12 @@ def autoscaling(context: typer.Context,
                 startup: Annotated[Time, _option("--startup", "End to end, as 5m.", _seconds,
                                                  "TIME")] = None,
                 spike: Annotated[float | None, _option("--spike", "Requests/s at a spike's height, in all.")] = None,
-                replica: Annotated[float | None, _option("--per-replica", "Requests/s of one replica.")] = None,
+                replica: Annotated[float | None, _option("--per-replica", "Requests/s of one at its most.")] = None,
                 intervals: Annotated[int, _option("--intervals", "In a row, before scaling out.")] = 3,
                 cold_start_ok: Annotated[bool, _option("--cold-start-ok", "Users may wait for a start.")] = False,
                 engine: From = None, watch_for: Watch = "10s", config: ConfigFile = None,
                 as_json: AsJson = False) -> None:
     """When to scale, and how many stand ready (checklist 9)."""
-    asked = Asked(engine, watch_for, config, as_json)
-    of = engine_of(context, asked)
-    given = {"startup_s": startup, "spike_per_s": spike, "intervals": intervals, "cold_start_ok": cold_start_ok,
-             "replica_per_s": of.facts.get("requests_per_s") if replica is None else replica}
-    decide(context, advise.autoscaling, given, asked, of)
+    given = {"startup_s": startup, "spike_per_s": spike, "replica_per_s": replica, "intervals": intervals,
+             "cold_start_ok": cold_start_ok}
+    decide(context, advise.autoscaling, given, Asked(engine, watch_for, config, as_json))

@@ -25,8 +25,6 @@ def facts_of(scene: Scene, target: Target, engine: str, span_s: float = LONGEST_
     ttft_s, queue_s = (_ratio(rise(name, "sum"), rise(name, "count")) for name in ("ttft", "queue_time"))
     prompt = _ratio(rise("prompt_tokens"), rise("ttft", "count"))
     prefill_s = None if ttft_s is None or queue_s is None else max(0.0, ttft_s - queue_s)
-    finished = windows.increases(engine, "finished", start)
-    watched_s = windows.watched_s(engine, "running", start)
     lived = max(start, windows.restarted_at(engine, "running") or start)  # it may have come back with other options
     running, usage = (windows.levels(engine, name, lived) for name in ("running", "kv_usage"))
     gpus = [gpu for gpu in scene.gpus.values() if gpu.index in target.gpus]
@@ -41,7 +39,6 @@ def facts_of(scene: Scene, target: Target, engine: str, span_s: float = LONGEST_
         "prefill_s": prefill_s, "prefill_s_per_token": _ratio(prefill_s, prompt),
         "hit_rate": _ratio(rise("prefix_hits"), rise("prefix_queries")),
         "acceptance": _ratio(rise("spec_accepted"), rise("spec_draft")),
-        "requests_per_s": _ratio(sum(finished.values()), watched_s) or None,
         "preemptions": rise("preemptions"), "itl_target_s": target.slo.itl_p99,
     }
 

@@ -1152,10 +1152,13 @@ class Node:
     def facts_told(self, target: Target, span_s: float = LONGEST_S) -> dict[str, Facts]:
         """What each engine of a target tells of itself, for the checklists."""
         found = {}
+        known = self.scaling.get(target.name)
+        served = known.served_per_s if known is not None else scaling.flow(self.scene, target)[1]
         for engine in target.engines:
             queue = self.signals.get(("queue-age", engine))
             age_s = None if queue is None or queue.state != "value" else queue.value
-            found[engine] = facts_of(self.scene, target, engine, span_s) | {"queue_age_s": age_s}
+            found[engine] = facts_of(self.scene, target, engine, span_s) | {
+                "queue_age_s": age_s, "replica_per_s": served or None}
         return found
 
     def bound_rows(self, target: str | None = None) -> list[dict[str, Any]]:

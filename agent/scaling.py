@@ -62,6 +62,7 @@ class Advice:
     `out`, `into`: one replica more, one fewer; never both. `why`: the number that made it. `over`: looks in a row that
     ask for more. `under_s`: for how long the queue has been short; None: it is not. `starts`: seconds from process
     start to the first page. `met_at`, `met_since`: the last look at the process, and the first in an unbroken row.
+    `is_blind`: since `at` there was a look at which the queue's age was not known.
     """
 
     at: float = 0.0
@@ -70,6 +71,7 @@ class Advice:
     why: str = ""
     over: int = 0
     under_s: float | None = None
+    is_blind: bool = False
     since_change_s: float | None = None
     since_out_s: float | None = None
     starts: tuple[float, ...] = ()
@@ -86,19 +88,11 @@ class Advice:
         """How fast a new replica can help: the slowest start of the last few, else what the seed expects."""
         return max(SHORTEST_STARTUP_S, *self.starts) if self.starts else STARTUP_S
 
-    @property
-    def warm_pool(self) -> int | None:
-        """Replicas that take a day's highest load: checklist 9, step 3: peak_spike_requests / per_replica_throughput.
-
-        None: no minute was seen in which requests waited, so nothing is known of what a replica can do.
-        """
-        return math.ceil(self.peak_per_s / self.served_per_s - 1e-9) if self.served_per_s else None
-
 
 def from_plain(told: Mapping[str, Any]) -> Advice:
     """What was saved; fields of another version are left out."""
     known = {k: v for k, v in told.items() if k in Advice.__dataclass_fields__}
-    return Advice(**known | {"starts": tuple(known.get("starts", ()))})
+    return Advice(**known | {"starts": tuple(known.get("starts", ())), "is_blind": True})  # nobody looked meanwhile
 
 
 def to_plain(advice: Advice) -> dict[str, Any]:
@@ -127,19 +121,22 @@ def met(known: Advice, process: float | None, now: float, *, up: bool) -> Advice
 def look(known: Advice, seen: Seen, now: float) -> Advice:
     """The advice after one more look. A number that is not told asks for nothing.
 
-    Without a queue's age all waits, but that nobody is let go by what is not known any more.
+    Without a queue's age all waits, but that nobody is let go by what is not known any more. Quiet is the time between
+    two looks in a row at which it was known.
     """
     if seen.queue_age_s is None:
-        return replace(known, into=False, why="") if known.into else known
+        return replace(known, into=False, is_blind=True, why="" if known.into else known.why)
     passed_s = now - known.at if known.at else 0.0
     gone = not 0.0 <= passed_s <= LOST_S
     passed_s = 0.0 if gone else passed_s
     asks = asking(seen)
     over = 0 if not asks else 1 if gone else known.over + 1
     quiet = not asks and seen.queue_age_s < IN_S
-    under_s = None if not quiet else 0.0 if gone or known.under_s is None else known.under_s + passed_s
+    quiet_s = 0.0 if known.is_blind else passed_s
+    under_s = None if not quiet else 0.0 if gone or known.under_s is None else known.under_s + quiet_s
     since = _later(known.since_change_s, passed_s), _later(known.since_out_s, passed_s)
-    next_ = replace(known, at=now, over=over, under_s=under_s, since_change_s=since[0], since_out_s=since[1])
+    next_ = replace(known, at=now, over=over, under_s=under_s, is_blind=False, since_change_s=since[0],
+                    since_out_s=since[1])
     return _loaded(_advised(next_, asks, quiet=quiet, age_s=seen.queue_age_s), seen, now)
 
 
@@ -173,7 +170,10 @@ def asking(seen: Seen) -> str:
 
 
 def _loaded(known: Advice, seen: Seen, now: float) -> Advice:
-    """Remember the highest load of a day and the most that it served, for the warm pool."""
+    """Remember the highest load of a day and the most that it served: its parts of the fleet's warm pool.
+
+    Checklist 9, step 3: peak_spike_requests / per_replica_throughput, of all replicas together.
+    """
     peak, at = (0.0, 0.0) if now - known.peak_at > PEAK_FOR_S else (known.peak_per_s, known.peak_at)
     served = 0.0 if peak == 0.0 else known.served_per_s  # of yesterday's requests, which may have been others
     if seen.arrived_per_s is not None and seen.arrived_per_s > peak:
@@ -188,7 +188,7 @@ def _later(since_s: float | None, passed_s: float) -> float | None:
 def row(replica: str, advice: Advice) -> dict[str, Any]:
     """One replica's advice as `check --json` tells it; keys are stable."""
     return {"subject": replica, "out": advice.out, "in": advice.into, "why": advice.why or None, "at": advice.at,
-            "startup_s": advice.startup_s, "starts_seen": len(advice.starts), "warm_pool": advice.warm_pool,
+            "startup_s": advice.startup_s, "starts_seen": len(advice.starts),
             "peak_per_s": advice.peak_per_s or None, "served_per_s": advice.served_per_s or None}
 
 
@@ -216,10 +216,10 @@ def watch(scene: Scene, target: Target, signals: Mapping[AlertKey, Signal]) -> S
 
     recent = p95(minute)
     return Seen(_age_s(signals, target), *_slots(scene, target), recent, None if recent is None else p95(ten),
-                target.slo.ttft_p99, *_flow(scene, target))
+                target.slo.ttft_p99, *flow(scene, target))
 
 
-def _flow(scene: Scene, target: Target) -> tuple[float | None, float | None]:
+def flow(scene: Scene, target: Target) -> tuple[float | None, float | None]:
     """Requests/s of the last minute that arrived, and that were served while others waited.
 
     None where the minute was not watched, or either of its ends is not known.

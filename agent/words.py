@@ -291,6 +291,12 @@ def warm_pool(spike_per_s: float, replica_per_s: float, replicas: int) -> str:
             f" {replica_per_s:.3g} of a replica = {replicas} in all")
 
 
+def own_peak(peak_per_s: float, served_per_s: float) -> str:
+    """A replica's own part of that sum: what came to it alone, so never the number of replicas of a fleet."""
+    return (f"Its own highest minute of a day brought {peak_per_s:.3g} requests/s, and the most that it served was"
+            f" {served_per_s:.3g}: {peak_per_s / served_per_s:.2g} times that")
+
+
 def scaling_lines(rows: Sequence[Row]) -> list[str]:
     """Who needs a replica more or can spare one, by which number, and how soon a new one helps."""
     said = []
@@ -300,7 +306,6 @@ def scaling_lines(rows: Sequence[Row]) -> list[str]:
         wish = "one replica more" if row["out"] else "one replica fewer"
         by = "the slowest start seen" if row["starts_seen"] else "assumed, no start was seen"
         helps = f" A new one helps after {span(row['startup_s'])} ({by})." if row["out"] else ""
-        pool = f" {warm_pool(row['peak_per_s'], row['served_per_s'], row['warm_pool'])}." \
-            if row["out"] and (row["warm_pool"] or 0) > 1 else ""
+        pool = f" {own_peak(row['peak_per_s'], row['served_per_s'])}." if row["out"] and row["served_per_s"] else ""
         said.append(clean(f"Advice for {row['subject']}: {wish}: {row['why']}.{helps}{pool}"))
     return said

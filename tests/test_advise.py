@@ -141,8 +141,9 @@ def test_tokens_of_a_speculative_step() -> None:
         advise.speculative(batch=1, acceptance=0.5, draft_tokens=2).why)
 
 
-@pytest.mark.parametrize("decide", [lambda: advise.kv_cache(context_tokens=1, sequences=1), advise.prefix_caching,
-                                    advise.speculative])
+@pytest.mark.parametrize("decide", [
+    lambda: advise.kv_cache(context_tokens=1, sequences=1), advise.prefix_caching, advise.speculative,
+    lambda: advise.autoscaling(startup_s=300, spike_per_s=24)])
 def test_what_cannot_be_decided_says_what_it_takes(decide: Callable[[], Any]) -> None:
     """No number, no advice: never a default that looks like one."""
     with pytest.raises(Missing, match="it takes --"):
@@ -170,6 +171,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     ("gpu_bytes", 80e9, "gpu 80 GB"), ("hit_rate", 0.61, "hit rate 61 %"), ("capacity_tokens", 1792.0,
                                                                          "capacity tokens 1,792"),
     ("capacity_tokens", 432000.0, "capacity tokens 432,000"), ("running", 3.667, "running 3.667"),
+    ("replica_per_s", 7.04, "replica 7.04/s"),
 ])
 def test_what_an_engine_told_has_its_unit(name: str, value: float, want: str) -> None:
     """It once read `decodetep s 14.7 ms`."""
@@ -203,9 +205,9 @@ def test_the_facts_of_an_engine() -> None:
     assert found == {
         "gpu_bytes": 80e9, "gpus": 2.0, "capacity_tokens": 16_000.0, "sequences": 8.0, "kv_usage": 0.5, "running": 8.0,
         "prompt_tokens": 800.0, "output_tokens": 200.0, "decode_step_s": 0.045, "ttft_s": 3.0, "queue_s": 1.0,
-        "prefill_s": 2.0, "prefill_s_per_token": 0.0025, "hit_rate": 0.25, "acceptance": None, "requests_per_s": 0.1,
+        "prefill_s": 2.0, "prefill_s_per_token": 0.0025, "hit_rate": 0.25, "acceptance": None,
         "preemptions": 0.0, "itl_target_s": 0.15}
-    assert set(advise.TOLD) - {"queue_age_s", "replicas"} <= set(found)
+    assert set(advise.TOLD) - {"queue_age_s", "replicas", "replica_per_s"} <= set(found)
 
 
 def test_an_engine_that_did_nothing_tells_no_means() -> None:
@@ -311,6 +313,20 @@ def test_replicas_come_from_the_agent_and_are_said_to(cli: Cli, monkeypatch: pyt
     code, out, err = cli("routing", "--from", "llama")
     assert code == 0, err
     assert "replicas 3 (engines that the agent watches; give --replicas where not all" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(("served", "code", "said"), [
+    (None, 2, "it takes --per-replica beside --spike"),  # 0.248 requests/s came to it: 97 replicas were to stand ready
+    (7.0, 0, "From llama: replica 7/s (the most requests that it finished in a minute in which others waited)"),
+])
+def test_what_an_idle_engine_finishes_is_no_throughput(
+        cli: Cli, monkeypatch: pytest.MonkeyPatch, served: float | None, code: int, said: str) -> None:
+    """24 ÷ 7 = 3.4: four; of one in which nobody waited it is asked, and what it told is named."""
+    facts = {"running": 1.0, "queue_age_s": 0.0, "replica_per_s": served}
+    monkeypatch.setattr("agent.client.ask", lambda *_: {"targets": [{"facts": {"llama": facts}}]})
+    got, out, err = cli("autoscaling", "--startup", "5m", "--spike", "24", "--from", "llama")
+    assert (got, said in " ".join((out + err).split())) == (code, True), (out, err)
+    assert ("4 warm" in out) == (served is not None)
 
 
 def test_an_engine_fills_in_what_is_not_given(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,10 @@ def changes(told: Sequence[tuple[float, Advice]]) -> list[tuple[float, str]]:
     ("an in is taken back at once", [0.1] * 41 + [0.6] + [0.1] * 3, [(600, "in"), (615, "")]),
     ("an in does not outlive what it was said by", [0.1] * 41 + [None] * 3, [(600, "in"), (615, "")]),
     ("what is not known takes no out back", [2.5] * 3 + [None] * 3, [(30, "out")]),
+    ("one look of four known is no ten quiet minutes", [0.1, None, None, None] * 40, []),
+    ("every second look", [0.1, None] * 90, []),
+    # three known in a row are 30 s of quiet a minute: 600 s at the third look of the twentieth minute
+    ("what is known is counted, and no more", [0.1, 0.1, 0.1, None] * 20, [(1170, "in"), (1185, "")]),
     ("who has just said in waits for a start before it says out", [0.1] * 41 + [9.0] * 25,
      [(600, "in"), (615, ""), (900, "out")]),
 ])
@@ -123,25 +127,25 @@ def test_a_start_of_a_toy_does_not_let_it_flap() -> None:
     assert Advice(starts=(2.0,)).startup_s == 60.0
 
 
-@pytest.mark.parametrize(("peak", "served", "pool"), [
-    (31.0, 7.0, 5),  # 31 ÷ 7 = 4.43
-    (28.0, 7.0, 4),
-    (6.0, 7.0, 1),
-    (6.0, 0.0, None),  # it served nobody: nothing to divide by
-    (6.0, None, None),  # nobody waited: what it could serve is not known
+@pytest.mark.parametrize(("served", "told"), [
+    (7.0, 7.0),
+    (0.0, None),  # it served nobody: nothing to divide by
+    (None, None),  # nobody waited: what it could serve is not known
 ])
-def test_the_warm_pool(peak: float, served: float | None, pool: int | None) -> None:
-    """Checklist 9, step 3: peak_spike_requests / per_replica_throughput, rounded up."""
-    known = look(Advice(), Seen(0.1, arrived_per_s=peak, served_per_s=served), T0)
-    assert known.warm_pool == pool
+def test_a_replica_tells_its_own_part_of_the_warm_pool(served: float | None, told: float | None) -> None:
+    """It once told a number of replicas "in all", of what had come to it alone: deploy/autoscaling sums the fleet."""
+    known = scaling.row("llama", look(Advice(), Seen(0.1, arrived_per_s=31.0, served_per_s=served), T0))
+    assert (known["peak_per_s"], known["served_per_s"], "warm_pool" in known) == (31.0, told, False)
 
 
-def test_a_spike_is_the_same_to_the_checklist_and_to_the_metric() -> None:
+def test_a_replica_s_peak_is_no_number_of_replicas_and_a_fleet_s_is() -> None:
     """24 requests/s at 7 a replica: 3.4, so 4 in all. One look at 2.5 s asks for nothing: advise said "out"."""
     (line,) = scaling_lines([scaling.row("llama", Advice(out=True, why="w", peak_per_s=24.0, served_per_s=7.0))])
-    said = "spike shorter than a start must meet a warm pool: 24 requests/s at its height ÷ 7 of a replica = 4 in all"
+    assert "brought 24 requests/s, and the most that it served was 7: 3.4 times that." in line
+    assert "in all" not in line
+    said = "a spike shorter than a start must meet a warm pool: 24 requests/s at its height ÷ 7 of a replica = 4 in all"
     decided = advise.autoscaling(startup_s=300.0, spike_per_s=24.0, replica_per_s=7.0, queue_age_s=2.5)
-    assert (said in line, f"a {said}" in decided.why) == (True, True)
+    assert said in decided.why
     assert decided.answer.endswith("; now 2.5 s: out, if it lasts")
     assert look(Advice(), Seen(queue_age_s=2.5), T0).out is False
 
@@ -152,7 +156,7 @@ def test_a_spike_is_forgotten_after_a_day() -> None:
     known = look(known, Seen(0.1, arrived_per_s=6.0, served_per_s=5.0), T0 + 3600)
     assert known.peak_per_s == 50.0
     known = look(known, Seen(0.1, arrived_per_s=6.0, served_per_s=5.0), T0 + 90_000)
-    assert (known.peak_per_s, known.warm_pool) == (6.0, 2)
+    assert (known.peak_per_s, known.served_per_s) == (6.0, 5.0)
 
 
 SEEN = st.builds(Seen, st.sampled_from([None, 0.0, 0.3, 0.7, 2.5, 60.0]), st.sampled_from([None, 0.0, 5.0]),
@@ -255,10 +259,13 @@ def test_ours_begins_beside_a_steady_engine() -> None:
     assert seen_by(here)[-2:] == (None, None)
     tell(here, 35, 300, lambda at_s: {"running": 128.0, "waiting": 0.0, "finished.stop": at_s / 2})
     assert seen_by(here)[-2:] == (1.0, None)  # nobody waits: it could serve more, and nobody knows how much
-    assert here.check()["scaling"][0]["warm_pool"] is None
+    assert here.check()["scaling"][0]["served_per_s"] is None
+    assert here.facts_told(here.scene.targets["llama"])["llama/0"]["replica_per_s"] is None
     tell(here, 305, 420, lambda at_s: {"running": 128.0, "waiting": at_s - 300.0, "finished.stop": at_s / 2})
     assert seen_by(here)[-2:] == (3.0, 1.0)  # 2 more wait each second and 1 is served
-    assert here.check()["scaling"][0]["warm_pool"] == 3
+    (row,) = here.check()["scaling"]
+    assert (row["peak_per_s"], row["served_per_s"]) == (3.0, 1.0)
+    assert here.facts_told(here.scene.targets["llama"])["llama/0"]["replica_per_s"] == 1.0
 
 
 def test_a_rank_where_nothing_runs_has_room_that_nobody_can_count() -> None:

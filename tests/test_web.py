@@ -69,7 +69,8 @@ class FakeView:
             {"subject": "GPU-1", "verdict": "DRAIN", "findings": found, "unchecked": []}]}
 
     def scaling(self) -> list[dict[str, Any]]:
-        return [{"subject": "llama", "out": True, "in": False, "startup_s": 212.0, "warm_pool": None}]
+        return [{"subject": "llama", "out": True, "in": False, "startup_s": 212.0, "peak_per_s": 7.0,
+                 "served_per_s": None}]
 
     def incident_list(self, since: float) -> list[dict[str, Any]]:
         return [one for one in (told_incident.record(), told_incident.record(3.0)) if one["opened_at"] >= since]
@@ -521,10 +522,11 @@ def test_metrics_say_what_the_signals_say(tcp: Server) -> None:
     assert got["tocsin_source_duration_seconds", (("source", "engine llama"),)] == 0.012
     assert got["tocsin_source_errors_total", (("source", "engine llama"),)] == 3.0
     assert got["tocsin_outbox_notices", (("channel", "alertmanager"), ("state", "pending"))] == 2.0
-    llama = (("engine", "llama"), ("subject", "llama"))
+    llama = (("subject", "llama"),)
     assert (got["tocsin_scale_out", llama], got["tocsin_scale_in", llama]) == (1.0, 0.0)
     assert got["tocsin_scale_startup_seconds", llama] == 212.0
-    assert ("tocsin_scale_warm_pool_replicas", llama) not in got  # what is not known has no series
+    assert got["tocsin_scale_peak_requests_per_second", llama] == 7.0
+    assert ("tocsin_scale_served_requests_per_second", llama) not in got  # what is not known has no series
     assert got["tocsin_notifications_total", (("channel", "alertmanager"), ("outcome", "delivered"))] == 7.0
     assert got["tocsin_tick_timestamp_seconds", ()] == NOW - 1
     assert got["tocsin_database_saved", ()] == 1.0

@@ -42,7 +42,7 @@ class View(Protocol):
         """A verdict on each GPU: {"verdict", "node", "why", "gpus": […], "node_findings": […]}."""
 
     def scaling(self) -> list[dict[str, Any]]:
-        """Advice on each replica: {"subject", "out", "in", "why", "startup_s", "warm_pool", …}."""
+        """Advice on each replica: {"subject", "out", "in", "why", "startup_s", "peak_per_s", …}."""
 
     def alerts(self, include_resolved: bool) -> list[dict[str, Any]]:
         """The contract's `alerts`, newest first."""

@@ -133,16 +133,18 @@ SCALING: Mapping[str, tuple[str, str]] = {
     "out": ("tocsin_scale_out", "1 while one replica more is advised, by queue age, TTFT or KV slots, thrice in a row"),
     "in": ("tocsin_scale_in", "1 while one replica fewer is advised: a short queue for ten minutes"),
     "startup_s": ("tocsin_scale_startup_seconds", "Slowest start seen of late, from process to first page; else 300"),
-    "warm_pool": ("tocsin_scale_warm_pool_replicas", "Replicas, in all, for the highest minute of a day of this one"),
+    "peak_per_s": ("tocsin_scale_peak_requests_per_second", "What came to this one in its highest minute of a day"),
+    "served_per_s": ("tocsin_scale_served_requests_per_second",
+                     "The most that this one finished in a minute of that day in which others waited"),
 }
 
 
 def _scaling_families(rows: list[dict[str, Any]]) -> Iterator[Metric]:
     for key, (name, help_) in SCALING.items():
-        family = GaugeMetricFamily(name, help_, labels=["subject", "engine"])
+        family = GaugeMetricFamily(name, help_, labels=["subject"])
         for row in rows:
             if row[key] is not None:
-                family.add_metric([row["subject"], row["subject"]], float(row[key]))
+                family.add_metric([row["subject"]], float(row[key]))
         yield family
 
 
