@@ -102,10 +102,11 @@ def unseen(facts: Facts, what: str, option: str, *said: str) -> Verdict:
     if facts.options is None:
         why = "its command line was not seen: it runs elsewhere, or in a container of its own"
         return cannot([*said, f"{what} is not known: {why}"], would_tell=SEE_OPTIONS)
-    hidden = [f"--{name} {value}" for name, value in sorted(facts.options.items()) if is_hidden(value)]
-    why = ("its --config file may say it" if "config" in facts.options else
-           f"its pod's environment may: {', '.join(hidden)}" if hidden else
-           "what this engine does without is not known")
+    hidden = facts.option(option.lstrip("-"))
+    if is_hidden(hidden):
+        return cannot([*said, f"{what} is not known: {option} {hidden} is of its pod's environment"],
+                      would_tell=f"the number itself after {option}, or components/node-processes")
+    why = "its --config file may say it" if "config" in facts.options else "what this engine does without is not known"
     return cannot([*said, f"{what} is not known: its command line does not say, and {why}"],
                   would_tell=f"{option} on its command line")
 

@@ -123,10 +123,11 @@ class GpuFacts:
 class FoundEngine(NamedTuple):
     """An engine that discovery found. `pids`: its processes; `ranks`: process -> rank, where it says so.
 
-    `pod`: the uid of the pod that it is, where that is known; `workload`: then its subject is `namespace/workload#n`,
-    with the lowest `n` that is free on this node. `options`: of its command line, without secrets, {} where that was
-    not seen; in a pod's own words a value of its environment is `$(VAR)`. `version`: as it tells it, "" where it tells
-    none, None where it was not asked.
+    `port`: on this machine; 0 in another network: of a pod, or, without a `pod`, of a container, which is read only
+    where it is configured. `pod`: the uid of the pod that it is, where that is known; `workload`: then its subject is
+    `namespace/workload#n`, with the lowest `n` that is free on this node. `options`: of its command line, without
+    secrets, {} where that was not seen; in a pod's own words a value of its environment is `$(VAR)`. `version`: as it
+    tells it, "" where it tells none, None where it was not asked.
     """
 
     name: str  # host:port, the subject that it gets

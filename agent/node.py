@@ -329,7 +329,7 @@ class Node:
                 self.processes[engine.name] = engine
             if engine.name in addresses or engine.port in ports:
                 self.learned.found.pop(engine.name, None)
-            else:
+            elif engine.port or engine.pod:
                 self._learn_found(engine, at, by)
             self._note_config(engine, at, by)
         self._note_stopping(at)

@@ -87,8 +87,8 @@ def _discovered(config: Config) -> tuple[Config, Seen]:
         return config, Seen((), ["engines: discovery is off in the configuration"])
     source = DiscoverySource()
     found = source.read(time.time()).found or ()
-    ports, addresses = {local_port(e.url) for e in config.engines}, {address_of(e.url) for e in config.engines}
-    new = [one for one in found if one.port not in ports and one.name not in addresses]
+    ports, addresses = {local_port(e.url) for e in config.engines} - {0}, {address_of(e.url) for e in config.engines}
+    new = [one for one in found if one.port not in ports and one.name not in addresses and (one.port or one.pod)]
     said = [f"found {one.name}, {one.kind}, by {one.how}" for one in new]
     said += [source.note] if source.note else []
     engines = (*config.engines, *(EngineConfig(url=one.url, kind=one.kind) for one in new))

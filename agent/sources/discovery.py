@@ -325,8 +325,13 @@ class DiscoverySource:
                 continue
             is_open, here = named.port in open_ports, is_here(self._proc, process.pid)
             if here is False or (here is None and not is_open):
+                apart = self._apart(process, named, of)
+                at = "" if apart is None else f" ({apart.url})"
                 notes.append(f"a {load_map(named.kind).title} (process {process.pid}) in another network namespace:"
-                             " name its address under engines")
+                             f" name its address under engines{at}")
+                if apart is not None and apart.name not in in_pods:
+                    yield apart
+                    in_pods.add(apart.name)
                 continue
             claimed.add(named.port)
             host = open_ports[named.port][0] if is_open else _host(named.host)
@@ -363,16 +368,21 @@ class DiscoverySource:
         pod = pod_of(self._proc, process.pid)
         if not pod or is_here(self._proc, process.pid):
             return None
+        apart = self._apart(process, named, of)
+        return None if apart is None else apart._replace(how=f"{apart.how[:-1]} in a pod)", pod=pod)
+
+    def _apart(self, process: Process, named: Named, of: Sequence[Process]) -> FoundEngine | None:
+        """An engine in a network namespace of its own, a pod's or a docker bridge's, at the one address that has."""
         host = address_in(self._proc / str(process.pid))
         if host is None or host == address_in(self._proc / "self"):
             return None
         pids = descendants(process.pid, of, self._proc)
-        how = f"its command line (process {process.pid} in a pod)"
+        how = f"its command line (process {process.pid})"
         ranks = ranks_of(pids, of)
         found = found_engine(host, named.port, named.kind, how, pids=pids, ranks=ranks, is_tls=named.is_tls)
         where = listening(self._proc, str(process.pid)).get(named.port)
         version = None if where is None else self._version(found, where[1])
-        return found._replace(port=0, pod=pod, options=options_of(process.argv), version=version)
+        return found._replace(port=0, options=options_of(process.argv), version=version)
 
     def _version(self, engine: FoundEngine, inode: int) -> str | None:
         """The version of vLLM, asked once a socket; None where it did not answer."""

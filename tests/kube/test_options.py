@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agent import lint, lint_facts, lint_report
+from agent import lint, lint_facts, lint_report, oneshot
 from agent.config import Config, EngineConfig
 from agent.daemon import DATABASE, adopt, setup_of
 from agent.lint_case import Facts
@@ -198,6 +198,27 @@ def test_a_process_in_a_pod_has_its_options_and_its_version(tmp_path: Path, monk
         ("10.244.3.7:8000", "32", "0.32.0"), ("10.244.3.8:8000", "256", "0.32.0")]
     assert SECRET not in repr(found)
     assert asked == ["http://10.244.3.7:8000", "http://10.244.3.8:8000"]
+
+
+def test_a_container_on_a_bridge_is_read_where_it_is_configured_and_its_options_are_remembered(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its options were nobody's. What nobody configured is said with its address, and not read."""
+    proc = FakeProc(tmp_path / "proc")
+    monkeypatch.setattr("agent.sources.discovery.version_at", lambda _: "0.32.0")
+    in_network(proc, 100, "vllm serve m --max-num-seqs 32", address="172.17.0.2")
+    in_network(proc, 200, "vllm serve m --max-num-seqs 256", address="172.17.0.3")
+    found, note = proc.look()
+    assert note.split("; ")[1] == ("a vLLM (process 200) in another network namespace: name its address under engines"
+                                   " (http://172.17.0.3:8000)")
+    config = Config(engines=(EngineConfig(name="chat", url="http://172.17.0.2:8000"),))
+    here = node("queue-age", targets=tuple(setup_of(config, ()).targets))
+    here.see(found, 1.0)
+    here.see([found[0]._replace(options={"max-num-seqs": "64"})], 2.0)
+    assert lint_facts.changes(here.learned.configs["chat"]) == [{"at": 2.0, "what": "--max-num-seqs 32 → 64, --model m"
+                                                                 " → absent"}]
+    assert (here.learned.found, list(here.learned.configs)) == ({}, ["chat"])
+    monkeypatch.setattr(oneshot, "DiscoverySource", lambda: DiscoverySource(proc=proc.folder))
+    assert oneshot._discovered(Config())[0].engines == ()
 
 
 def test_lint_on_the_machine_knows_whose_process_an_address_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
