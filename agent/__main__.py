@@ -338,7 +338,8 @@ def lint(
     """Hold the deployment against the twelve design principles.
 
     Asks the running agent; with URLs, or where none runs, reads the engines by itself. Exit 0 where each principle is
-    kept or nobody can tell, 1 where one is at odds, else 3 where an engine could not be looked at.
+    kept or nobody can tell, 1 where one is at odds, 2 for a wrong option or evidence file, else 3 where an engine could
+    not be looked at.
     """
     from agent import lint as principles
     from agent import lint_report

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from agent.advise import gb, kv_bytes_per_token
 
 HEADROOM = 0.2  # principle 2
+NODE_GPUS = 8  # tensor parallelism asks for NVLink between all its ranks
 TEMPORARIES_BYTES = 1.5e9  # principle 2: 1 to 2 GB
 BYTES_OF: Mapping[str, float] = {"float32": 4.0, "float": 4.0, "bfloat16": 2.0, "float16": 2.0, "half": 2.0,
                                  "fp8": 1.0, "int8": 1.0, "int4": 0.5}
@@ -120,15 +121,27 @@ def budget(*, weights: float, kv: float, gpu_bytes: float, gpus: int = 1, copies
     return Budget(weights / gpus, kv * copies / gpus, temporaries, gpu_bytes, gpus)
 
 
-def least_gpus(*, weights: float, kv: float, gpu_bytes: float, shards: float = 64.0, pipeline: int = 1,
-               most: int = 64) -> int | None:
-    """The smallest power of two of tensor-parallel ranks on which it fits; None: not even on `most`.
+class Layout(NamedTuple):
+    """Ranks of tensor parallelism, and pipeline stages of so many."""
 
-    `shards`: ranks that share the KV cache out, more hold copies (kv_shards). `pipeline`: stages of so many ranks.
+    tensor: int
+    pipeline: int
+
+
+def least_gpus(*, weights: float, kv: float, gpu_bytes: float, shards: float = 64.0, pipeline: int = 1,
+               most: int = 64) -> Layout | None:
+    """On how few GPUs it fits, by powers of two; None: not even on `most`. More ranks before more stages, in a node.
+
+    `shards`: ranks that share the KV cache out, more hold copies (kv_shards). `pipeline`: stages as it is now, the
+    least. Over a node's 8 GPUs it takes stages: they split layers, so that no keys are held twice.
     """
-    sizes = (2**n for n in range(most.bit_length()))
-    return next((n for n in sizes if budget(weights=weights, kv=kv, gpu_bytes=gpu_bytes, gpus=n * pipeline,
-                                            copies=max(1.0, n / shards)).fits), None)
+    layouts = [Layout(2**n, pipeline * 2**m) for n in range(NODE_GPUS.bit_length()) for m in range(most.bit_length())]
+    for layout in sorted(layouts, key=lambda one: (one.tensor * one.pipeline, one.pipeline)):
+        gpus = layout.tensor * layout.pipeline
+        if gpus <= most and budget(weights=weights, kv=kv, gpu_bytes=gpu_bytes, gpus=gpus,
+                                   copies=max(1.0, layout.tensor / shards)).fits:
+            return layout
+    return None
 
 
 def ranks_of(options: Mapping[str, str] | None, gpus: float | None = None) -> Ranks:

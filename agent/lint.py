@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from agent import lint_design as design
 from agent import lint_running as running
 from agent.advise import BATCH_EVEN, BATCH_GOLDEN, OUTLIERS
-from agent.lint_case import Facts, Verdict, Word
-from agent.lint_design import LATENCY_SEQS, MOST_DROP, THROUGHPUT_SEQS
+from agent.lint_case import LATENCY_SEQS, THROUGHPUT_SEQS, Facts, Verdict, Word
+from agent.lint_design import MOST_DROP
 from agent.lint_memory import memory
 
 WORST_FIRST: Mapping[Word, int] = {"at odds": 0, "cannot tell": 1, "kept": 2}
@@ -36,7 +36,9 @@ PRINCIPLES: tuple[Principle, ...] = (
               " does. The seed has chunked prefill and drafting on for the one and off for the other; chunks that are"
               " on are no fault here: vLLM warns against turning them off. Of drafting, principle 7 has more."),
     Principle(2, "memory budget first", memory,
-              "Weights, the KV cache of all sequences at full length, and temporaries must fit with 20 % to spare."
+              "Weights, the KV cache of what runs, and temporaries must fit with 20 % to spare. Where all sequences fit"
+              " at full length, that is sure. Mostly they do not, and need not: vLLM sets its KV cache aside at its"
+              " start, and who finds no room waits; then what was seen decides, the KV cache's peak and preemptions."
               " The KV bytes of a token are 2 × layers × KV heads × head size × bytes of a number. The seed's worked"
               " line for Llama-2-7B does not add up: its printed numbers make 2.1 GB, its own formula with the hidden"
               " size of 4,096 makes 68.7 GB, its text says 8 GB; ours is 68.7 GB for that model, less with fewer KV"
@@ -49,7 +51,8 @@ PRINCIPLES: tuple[Principle, ...] = (
               " last token."),
     Principle(5, "the bottleneck's layer", running.bottleneck,
               "A busy GPU says nothing of where the limit is. What binds the engine (memory, seats, compute, bandwidth,"
-              " what comes before it, the hardware below) has one knob each, and the others do not help."),
+              " what comes before it, the hardware below) has one knob each, and the others do not help. Something"
+              " always binds; at odds is where what binds lies outside the engine, and no flag of it can help."),
     Principle(6, "outliers before quantizing", design.outliers,
               "Activations with a few very large values are cut off by quantizing them. Measure max ÷ mean a layer"
               f" first; over {OUTLIERS:.0f} only weights may be quantized."),

@@ -12,6 +12,7 @@ from agent.binds import ANY, FLAGS, Flags
 
 Word = Literal["kept", "at odds", "cannot tell"]
 LEAST_DEFAULT = 128.0  # vLLM's own --max-num-seqs: 128 on a CPU, 256 or 1,024 on GPUs (0.32, arg_utils.py)
+FEWEST_SEQS, LATENCY_SEQS, THROUGHPUT_SEQS = 16, 32, 64  # principle 1: 16–32; 64–128 or 256+
 DRAFTS = ("sc", "speculate", "model-draft", "md")  # of vLLM, TGI, llama.cpp; others begin with speculative- or spec-
 
 
@@ -44,6 +45,9 @@ class Facts:
     drills: Sequence[Mapping[str, Any]] | None = None
     evidence: Mapping[str, Any] = field(default_factory=dict)
     url: str = ""
+    configured: str = ""  # its name under `engines`
+    pods_of: str = ""  # namespace/workload, where it runs in pods
+    served: str = ""  # the model's name in its answers
     now: float = 0.0
 
     def option(self, *names: str) -> str | None:
@@ -132,6 +136,16 @@ def seats(facts: Facts) -> tuple[float, str] | None:
         return most, f"{name} {most:.0f}"
     default = LEAST_DEFAULT, f"{name} is not given: vLLM's own is {LEAST_DEFAULT:.0f} or more"
     return default if facts.is_whole and not is_hidden(facts.option(*SEQUENCES)) else None
+
+
+def fewest_seats(facts: Facts) -> int:
+    """The least of principle 1's table for what comes first here; of both, where nobody said what does."""
+    return THROUGHPUT_SEQS if facts.profile == "throughput" else FEWEST_SEQS
+
+
+def most_seats(facts: Facts) -> int | None:
+    """The most of that table; None: no limit, or nobody said what comes first."""
+    return LATENCY_SEQS if facts.profile == "latency" else None
 
 
 def speculates(facts: Facts) -> bool | None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 from agent.advise import ACCEPTED_ENOUGH, BATCH_EVEN, BATCH_GOLDEN, OUTLIERS
+from agent.lint_blocks import profile_block
 from agent.lint_case import (
+    FEWEST_SEQS,
+    LATENCY_SEQS,
+    THROUGHPUT_SEQS,
     Facts,
     Verdict,
     at_odds,
@@ -19,13 +23,15 @@ from agent.lint_case import (
 )
 from agent.words import quantity
 
-FEWEST_SEQS, LATENCY_SEQS, THROUGHPUT_SEQS = 16, 32, 64  # principle 1: 16–32; 64–128 or 256+
 TABLE = {"latency": f"{FEWEST_SEQS} to {LATENCY_SEQS} sequences at once, chunked prefill on, speculative decoding on",
          "throughput": f"{THROUGHPUT_SEQS} to 128 sequences at once (offline 256 or more), chunked prefill off,"
                        " speculative decoding off"}
 ON = {True: "on", False: "off", None: "not told"}
 MOST_DROP = 1.0  # principle 11: points lost on the business's own evaluation
 READ_MODEL = "`tocsin lint` on the engine's machine, as who may read its model's folder or the cache of the hub"
+LEAST_DRAFTED = 1000.0  # ours: tokens; 400 of 1,000 are 37 to 43 % (Wilson, 95 %), 2 of 5 are 12 to 77 %
+# Of a number in the KV cache, in each engine's words; anything else is quantized (vLLM 0.32's CacheDType has 16 such).
+PLAIN_KV = frozenset({"auto", "", "bfloat16", "bf16", "float16", "fp16", "half", "f16", "float32", "float", "f32"})
 FALLS = "num_speculative_tokens_per_batch_size"  # of vLLM's --speculative-config: fewer drafts the more run
 
 
@@ -36,8 +42,7 @@ def direction(facts: Facts) -> Verdict:
     """1: latency or throughput."""
     if facts.profile is None:
         return cannot("nobody declared whether latency or throughput comes first",
-                      would_tell=f"engines: [{{name: {facts.engine}, url: …, profile: latency}}] in tocsin.yaml"
-                                 " (or throughput), or --profile latency")
+                      would_tell=profile_block(facts))
     most, chunked, drafts = seats(facts), chunks(facts), speculates(facts)
     said = [f"profile: {facts.profile}; the table says {TABLE[facts.profile]}",
             "how many sequences run at once is not told" if most is None else most[1],
@@ -64,15 +69,16 @@ def against(facts: Facts, profile: Literal["latency", "throughput"]) -> list[tup
     most, flag, found = seats(facts), facts.flags.sequences, []
     if profile == "latency":
         if most is not None and most[0] > LATENCY_SEQS:
+            fewer = f"{flag} {LATENCY_SEQS} ({FEWEST_SEQS} to {LATENCY_SEQS})"
             found.append(("each further sequence in a step lengthens every user's gap between tokens and p99",
-                          f"{flag} {LATENCY_SEQS} ({FEWEST_SEQS} to {LATENCY_SEQS}), or declare profile: throughput"))
+                          f"{fewer}, or, if nobody waits for its answers, profile: throughput"))
         if chunks(facts) is False:
             found.append(("a long prompt holds up everybody's next token for its whole prefill",
                           facts.flag("--enable-chunked-prefill", "turn chunked prefill on")))
         return found
     if most is not None and most[0] < THROUGHPUT_SEQS:
         found.append(("the GPU computes small batches: fewer tokens a second for the same money",
-                      f"{flag} 128 (see principle 2), or declare profile: latency"))
+                      f"{flag} 128 (see principle 2), or, if people wait for its answers, profile: latency"))
     if speculates(facts):
         found.append(("at large batches drafting only takes compute and memory", no_drafts(facts)))
     return found
@@ -126,9 +132,7 @@ def outliers(facts: Facts) -> Verdict:
 def tradeoff(facts: Facts) -> Verdict:
     """11: quantization costs accuracy."""
     form = quantized(facts)
-    kv = facts.cache.get("cache_dtype") or facts.option("kv-cache-dtype") or "auto"
-    names = [name for name in (form[0] if form else "", f"KV cache {kv}" if kv.startswith(("fp8", "int8")) else "")
-             if name]
+    names = [name for name in (form[0] if form else "", *quantized_kv(facts)) if name]
     if not names:
         return _form_unknown(facts) if form is None else kept("not quantized")
     before, after = facts.evidence.get("score_before"), facts.evidence.get("score_after")
@@ -144,6 +148,13 @@ def tradeoff(facts: Facts) -> Verdict:
     return kept(said)
 
 
+def quantized_kv(facts: Facts) -> list[str]:
+    """The forms of its KV cache that are quantized, as a person would say them."""
+    told = facts.cache.get("cache_dtype") or facts.option("kv-cache-dtype")
+    forms = [told] if told else [facts.option("cache-type-k", "ctk"), facts.option("cache-type-v", "ctv")]  # llama.cpp
+    return [f"KV cache {form}" for form in dict.fromkeys(forms) if form and form.lower() not in PLAIN_KV]
+
+
 def speculation(facts: Facts) -> Verdict:
     """7: speculative decoding by batch size: what it allows, else the most that was seen. A mean counts idle hours."""
     on, acceptance, most = speculates(facts), facts.numbers.get("acceptance"), seats(facts)
@@ -154,8 +165,8 @@ def speculation(facts: Facts) -> Verdict:
     seen = None if peak is None else (peak, f"at most {peak:.0f} ran at once while it was watched")
     if not on:
         return _without(facts, seen or most, drafting)
-    told = [] if acceptance is None else [f"{quantity(acceptance, 'ratio')} of the drafted tokens are accepted"]
-    if acceptance is not None and acceptance < ACCEPTED_ENOUGH:
+    told = _accepted(facts)
+    if acceptance is not None and acceptance < ACCEPTED_ENOUGH and enough_drafted(facts):
         return at_odds([*told, f"under {quantity(ACCEPTED_ENOUGH, 'ratio')}"], costs="most drafting is thrown away",
                        change=f"{no_drafts(facts)}, or a draft that fits the traffic")
     if FALLS in (facts.option("speculative-config", "sc") or ""):
@@ -163,12 +174,42 @@ def speculation(facts: Facts) -> Verdict:
     size = most or seen
     if size is None:
         return unseen(facts, "it speculates, and its batch size", facts.flags.sequences)
+    said = ["it speculates", size[1], *([seen[1]] if seen and most else []), *told]
     if size[0] > BATCH_EVEN:
-        return at_odds(["it speculates", size[1], *told], costs=f"over {BATCH_EVEN} at once drafting is a loss: the"
-                       " GPU has no compute to spare", change=f"{no_drafts(facts)}, or send small batches to a replica"
-                       f" of their own ({facts.flags.sequences} {BATCH_GOLDEN})")
+        return at_odds(said, costs=f"over {BATCH_EVEN} at once drafting is a loss: the GPU has no compute to spare",
+                       change=_for_small_batches(facts, peak))
+    if acceptance is not None and not enough_drafted(facts):
+        return cannot(said, would_tell=f"the same when {LEAST_DRAFTED:,.0f} tokens were drafted")
     pays = "where it pays" if size[0] <= BATCH_GOLDEN else f"between {BATCH_GOLDEN} and {BATCH_EVEN}: profile it"
-    return kept("it speculates", size[1], pays, *told)
+    return kept(*said[:2], pays, *said[2:])
+
+
+def enough_drafted(facts: Facts) -> bool:
+    """Whether its acceptance is made of enough tokens to say anything."""
+    return (facts.numbers.get("drafted") or 0.0) >= LEAST_DRAFTED
+
+
+def _accepted(facts: Facts) -> list[str]:
+    acceptance, drafted = facts.numbers.get("acceptance"), facts.numbers.get("drafted") or 0.0
+    if acceptance is None:
+        return []
+    said = f"{quantity(acceptance, 'ratio')} of {drafted:,.0f} drafted tokens were accepted"
+    return [said if enough_drafted(facts) else f"{said}: too few to judge by"]
+
+
+def _for_small_batches(facts: Facts, peak: float | None) -> str:
+    """What to do where drafting is on and its seats allow large batches: as principle 1's table has it."""
+    flag = facts.flags.sequences
+    if facts.profile == "throughput":
+        return no_drafts(facts)
+    fewer = f"{flag} {BATCH_GOLDEN} to {BATCH_EVEN}"
+    if peak is not None and peak <= BATCH_EVEN:
+        return (f"keep drafting, and hold it to small batches: {fewer} (it was never more than {peak:.0f}); only where"
+                f" more must run at once {no_drafts(facts)}")
+    if facts.profile == "latency":
+        return f"{fewer} first, as principle 1 has it, and replicas for the rest; else {no_drafts(facts)}"
+    return (f"a choice: {fewer} where people wait for its answers (replicas for the rest), {no_drafts(facts)} where"
+            " more must run at once")
 
 
 def _without(facts: Facts, size: tuple[float, str] | None, drafting: str) -> Verdict:

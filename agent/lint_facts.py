@@ -175,11 +175,12 @@ def _target(target: Mapping[str, Any], here: Sequence[Process], config: Config, 
     context = str(model.get("max_model_len") or (options or {}).get("max-model-len") or "")
     lost = [found["name"] for found in target["found"] if found["required"] and found["how"] is None
             and found["code"] != "not_supported"]
-    declared = next((one.profile for one in config.engines if url == one.url or target_name(one) == target["target"]),
-                    None)
-    return Facts(target["target"], target["kind"], profile or declared, options, cache_labels(_text(f"{url}/metrics")),
-                 _config_of(folder), _weights_in(folder),
-                 float(context) if context.isdigit() else None, lost=lost)
+    its = next((one for one in config.engines if url == one.url or target_name(one) == target["target"]), None)
+    pods = re.fullmatch(r"([^/]+/[^/]+)#\d+", target["target"])
+    return Facts(target["target"], target["kind"], profile or (None if its is None else its.profile), options,
+                 cache_labels(_text(f"{url}/metrics")), _config_of(folder), _weights_in(folder),
+                 float(context) if context.isdigit() else None, lost=lost, served=target["model"] or "",
+                 configured="" if its is None else target_name(its), pods_of=pods[1] if pods else "")
 
 
 def _watched(facts: Facts, target: Mapping[str, Any], told: Mapping[str, Any], signals: Sequence[Mapping[str, Any]],
@@ -205,11 +206,13 @@ def _of_engine(on_file: Mapping[str, Evidence], engine: str) -> dict[str, Any]:
 
 
 def changes(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each change of options or version: {"at", "what": in words}."""
-    found = []
+    """Each change of options or version: {"at", "what": in words}. A version that nobody could read is no other."""
+    found: list[dict[str, Any]] = []
+    version = ""
     for before, after in pairwise(configs):
-        said = [] if before["version"] == after["version"] else [
-            f"version {before['version'] or '?'} → {after['version'] or '?'}"]
+        version = before["version"] or version
+        is_other = bool(version and after["version"]) and after["version"] != version
+        said = [f"version {version} → {after['version']}"] * is_other
         for name in sorted(before["options"].keys() | after["options"].keys()):
             old, new = before["options"].get(name), after["options"].get(name)
             if old != new and not any(is_hidden(value) for value in (old, new)):

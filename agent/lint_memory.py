@@ -1,4 +1,8 @@
-"""Principle 2: the memory budget of an engine, of what is known of it. Pure."""
+"""Principle 2: the memory budget of an engine: what fits by arithmetic, else what was seen. Pure.
+
+Seats × the longest sequence over the KV cache is usual: who finds no room waits. So where not all fit at full length,
+the peak of the KV cache and the preemptions decide, and only where nobody has seen them nobody can tell.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,24 @@ from typing import NamedTuple
 
 from agent import budget
 from agent.advise import gb
-from agent.lint_case import Facts, Verdict, at_odds, cannot, form_of, kept, sequences
+from agent.binds import KV_FULL
+from agent.lint_case import (
+    Facts,
+    Verdict,
+    at_odds,
+    cannot,
+    fewest_seats,
+    form_of,
+    kept,
+    most_seats,
+    sequences,
+    speculates,
+)
 from agent.weights import Held, held
-from agent.words import quantity
+from agent.words import quantity, span
+
+SEEN_S = 600.0  # ours: so long it was watched before "was not full" says something
+ALIKE = 1.25  # ours: drafting apart, our bytes of a token are the engine's to the byte; more is another model
 
 
 class Sizes(NamedTuple):
@@ -23,6 +42,8 @@ class Sizes(NamedTuple):
     context: float | None  # tokens
     holds: float | None
     gpu_bytes: float | None
+    token: float | None = None  # bytes of one in the KV cache over all ranks, as the engine tells it
+    other: float | None = None  # the same by a config.json that is of another model
 
     @property
     def asked(self) -> float | None:
@@ -30,12 +51,50 @@ class Sizes(NamedTuple):
         return self.seqs * self.context if self.seqs and self.context else None
 
     @property
+    def one(self) -> float | None:
+        """Bytes of one sequence at full length, each key and value once."""
+        if self.shape is None or self.number_bytes is None or not self.context:
+            return self.token * self.context if self.token and self.context else None
+        return budget.kv_sequence_bytes(self.shape, self.number_bytes, self.context, is_whole=self.ranks.is_whole)
+
+    @property
     def kv(self) -> float | None:
-        """Bytes of what is asked for, each key and value once."""
-        if self.shape is None or self.number_bytes is None or not self.seqs or not self.context:
+        """Bytes of what is asked for."""
+        return self.one * self.seqs if self.one is not None and self.seqs else None
+
+    @property
+    def refused(self) -> bool:
+        """Whether weights, temporaries and one sequence do not fit with headroom; one that tells a capacity runs."""
+        return (not self.holds and self.weights is not None and bool(self.gpu_bytes)
+                and not self.summed(self.one or 0.0, spread=self.spread).fits)
+
+    @property
+    def fit(self) -> int | None:
+        """How many sequences of full length find room: in its own KV cache, else in what its GPUs leave for one."""
+        if self.holds and self.context:
+            return int(self.holds // self.context)
+        if self.weights is None or not self.gpu_bytes or not self.one or self.doubtful:
             return None
-        return self.seqs * budget.kv_sequence_bytes(self.shape, self.number_bytes, self.context,
-                                                    is_whole=self.ranks.is_whole)
+        sum_ = self.summed(0.0)
+        left = self.gpu_bytes / (1 + budget.HEADROOM) - sum_.weight_bytes - sum_.temporary_bytes
+        return max(0, int(left * self.ranks.gpus / self.copies / self.one + 1e-9))
+
+    @property
+    def doubtful(self) -> str:
+        """Why nobody can say what lies on a GPU: experts of data parallelism that may be spread; "": one can."""
+        if self.holds or self.weights is None or not self.gpu_bytes or self.kv is None or not self.spread:
+            return ""
+        least, most = self.summed(self.kv, spread=True), self.summed(self.kv)
+        if least.fits == most.fits:
+            return ""
+        return (f"between {gb(least.need_bytes)} and {gb(most.need_bytes)} of {gb(most.gpu_bytes)} on a GPU, with"
+                f" headroom: experts are spread over the {self.ranks.data} engines of data parallelism, the rest is on"
+                " each")
+
+    @property
+    def copies(self) -> float:
+        """How many ranks hold the same keys and values."""
+        return 1.0 if self.shape is None else budget.kv_copies(self.shape, self.ranks)
 
     @property
     def spread(self) -> bool:
@@ -47,70 +106,129 @@ class Sizes(NamedTuple):
         weights = 0.0 if self.weights is None else self.weights.size_bytes
         return budget.budget(weights=weights / (self.ranks.data if spread else 1), kv=kv,
                              gpu_bytes=self.gpu_bytes or 0.0, gpus=self.ranks.gpus,
-                             copies=1.0 if self.shape is None else budget.kv_copies(self.shape, self.ranks))
+                             copies=self.copies)
 
 
 def memory(facts: Facts) -> Verdict:
-    """2: weights + KV cache + temporaries + 20 %: of the GPU where all are known, else of the KV cache alone."""
-    has = sizes(facts)
+    """2: weights + KV cache + temporaries + 20 %; where not every sequence fits at full length, what was seen."""
+    has, seen = sizes(facts), _seen(facts)
     said = _said(facts, has)
-    if has.asked and has.holds and has.asked > has.holds:
-        return _too_small(facts, has, said)
-    if has.weights is not None and has.gpu_bytes:
-        least = has.summed(has.kv or 0.0, spread=has.spread)
-        most = has.summed(has.kv or 0.0)
-        if not least.fits:
-            return _over(facts, said, has, least)
-        if has.kv is not None and most.fits:
-            return kept(_line(has, most), *said)
-        if has.kv is not None:
-            room = f"between {gb(least.need_bytes)} and {gb(most.need_bytes)} of {gb(most.gpu_bytes)} on a GPU"
-            why = f"experts are spread over the {has.ranks.data} engines of data parallelism, the rest is on each"
-            return cannot([f"{room}, with headroom: {why}", *said],
-                          would_tell="what its log says that the weights took, at its start")
-    if has.weights is not None:
-        said.insert(0, f"weights {gb(has.weights.size_bytes)} (by {has.weights.by})")
-    if has.asked and has.holds:
-        times = has.holds / has.asked
-        more = f"{times:,.0f} times what" if times >= 3 else f"{quantity(times - 1, 'ratio')} more than"
-        said.append(f"{more} is asked for, by its KV cache alone")
-        return kept(*said) if times - 1 >= budget.HEADROOM else _too_small(facts, has, said)
-    parts = {"weights": has.weights, "KV bytes a token": has.number_bytes, "sequences": has.seqs,
+    if has.refused:
+        return _refused(facts, has, said)
+    said += seen.said
+    fit = has.fit
+    if seen.preempted or seen.full or fit == 0:
+        if not seen.preempted and fit and has.seqs and fit >= has.seqs:
+            return kept(*said, "all of full length find room at once")
+        return _too_full(facts, has, seen, said)
+    if fit is not None and has.seqs and fit >= has.seqs:
+        return kept(*said)
+    if seen.spare:
+        return kept(*said, *_find_room(has))
+    watch = f"the same from a running agent that has watched its usual load for {span(SEEN_S)}: KV peak and preemptions"
+    if has.doubtful:
+        return cannot([has.doubtful, *said], would_tell="what its log says that the weights took, at its start")
+    if fit is not None and has.seqs:
+        return cannot([*said, *_find_room(has)], would_tell=watch)
+    parts = {"weights": has.weights, "KV bytes a token": has.number_bytes or has.token, "sequences": has.seqs,
              "longest sequence": has.context, "the GPU's memory": has.gpu_bytes}
     lacking = [name for name, value in parts.items() if value is None]
     return cannot("; ".join([*said, f"not known: {', '.join(lacking)}"]),
-                  would_tell=f"{facts.flags.sequences} and {_longest(facts)} on its command line, the model's folder"
-                             " readable here, NVML; or `tocsin advise kv-cache` with your numbers")
+                  would_tell=f"{watch}; or {facts.flags.sequences} and {_longest(facts)} on its command line, the"
+                             " model's folder readable here, NVML; or `tocsin advise kv-cache` with your numbers")
+
+
+class _Seen(NamedTuple):
+    """What the KV cache was seen to do. `full`: too full to take more; `spare`: 20 % to spare, for long enough."""
+
+    preempted: float
+    full: bool
+    spare: bool
+    said: Sequence[str]
+
+
+def _seen(facts: Facts) -> _Seen:
+    numbers = facts.numbers
+    peak, preempted, most = numbers.get("kv_usage"), numbers.get("preemptions"), numbers.get("sequences")
+    watched_s = numbers.get("watched_s") or 0.0
+    if peak is None and not preempted:
+        return _Seen(0.0, full=False, spare=False, said=[])
+    said = [] if peak is None else [f"its KV cache was at most {quantity(peak, 'ratio')} full"]
+    said += [] if most is None else [f"at most {most:.0f} ran at once"]
+    said += [] if preempted is None else [f"{preempted:.0f} were preempted" if preempted else "none was preempted"]
+    line = "seen" + (f" in {span(watched_s)}" if watched_s else "") + f": {', '.join(said)}"
+    room = peak is not None and peak * (1 + budget.HEADROOM) <= 1 and most is not None
+    return _Seen(preempted or 0.0, full=peak is not None and peak >= KV_FULL,
+                 spare=room and not preempted and watched_s >= SEEN_S, said=[line])
+
+
+def _find_room(has: Sizes) -> list[str]:
+    """The arithmetic as arithmetic."""
+    if has.fit is None or not has.seqs:
+        return []
+    fit = min(has.fit, int(has.seqs))
+    return [f"{fit} of {has.seqs:.0f} sequences of full length find room at once; who comes after them waits"]
 
 
 def sizes(facts: Facts) -> Sizes:
-    """Its weights by their files, else by the model's shape; the rest as it is told."""
+    """Its weights by their files, else by the model's shape; the rest as it is told.
+
+    Where the engine's own bytes of a token are others than config.json makes, that one is of another model.
+    """
     shape = None if facts.model is None else budget.shape_of(facts.model)
     dtype = facts.option("dtype") or "auto"
     cache = facts.cache.get("cache_dtype") or facts.option("kv-cache-dtype") or "auto"
     told = facts.cache.get("kv_cache_size_tokens", "")  # blocks × tokens of one are more, where layers have windows
-    return Sizes(held(shape, form_of(facts), files_bytes=facts.weight_bytes, dtype=dtype), shape,
-                 None if shape is None else budget.kv_dtype_bytes(shape, cache, dtype),
-                 budget.ranks_of(facts.options, facts.numbers.get("gpus")), sequences(facts), facts.context_tokens,
-                 float(told) if told.isdigit() else facts.numbers.get("capacity_tokens"),
-                 facts.numbers.get("gpu_bytes"))
+    ranks = budget.ranks_of(facts.options, facts.numbers.get("gpus"))
+    has = Sizes(held(shape, form_of(facts), files_bytes=facts.weight_bytes, dtype=dtype), shape,
+                None if shape is None else budget.kv_dtype_bytes(shape, cache, dtype), ranks, sequences(facts),
+                facts.context_tokens, float(told) if told.isdigit() else facts.numbers.get("capacity_tokens"),
+                facts.numbers.get("gpu_bytes"), _token_bytes(facts, shape, ranks))
+    ours = None if shape is None or not has.number_bytes else budget.kv_token_bytes(shape, has.number_bytes)
+    if ours and has.token and not speculates(facts) and not 1 / ALIKE <= has.token / ours <= ALIKE:
+        return has._replace(weights=None, shape=None, number_bytes=None, other=ours)
+    return has
+
+
+def _token_bytes(facts: Facts, shape: budget.Shape | None, ranks: budget.Ranks) -> float | None:
+    """Of a token over all ranks, by what the engine tells: bytes of a rank's KV cache ÷ its tokens.
+
+    None where it tells neither, where blocks are overridden (the bytes are not theirs), where layers have windows.
+    """
+    size, tokens = (facts.cache.get(f"kv_cache_{name}", "") for name in ("memory_bytes", "size_tokens"))
+    overridden = facts.cache.get("num_gpu_blocks_override", "None") != "None" or \
+        facts.option("num-gpu-blocks-override") is not None
+    if not size.isdigit() or not tokens.isdigit() or not int(tokens) or overridden:
+        return None
+    if shape is not None and shape.windowed and not ranks.is_whole:
+        return None
+    return float(size) * ranks.gpus / (1.0 if shape is None else budget.kv_copies(shape, ranks)) / float(tokens)
 
 
 def _said(facts: Facts, has: Sizes) -> list[str]:
-    """What a token takes, what is asked for, what the KV cache holds."""
+    """The sum where it is known, what a token takes, what is asked for, what the KV cache holds."""
     shape, size, said = has.shape, has.number_bytes, []
+    if has.weights is not None:
+        said.append(f"weights {gb(has.weights.size_bytes)} (by {has.weights.by})" if has.holds or not has.gpu_bytes
+                    else _line(has, has.summed(has.kv or 0.0)))
+    if has.other and has.token:
+        said.append(f"a token takes {has.token:,.0f} bytes of KV cache as the engine tells, and {has.other:,.0f} by the"
+                    " config.json that was found: that is of another model, and is left out")
     if shape is not None and size is not None:
         said.append(budget.kv_said(shape, size, is_whole=has.ranks.is_whole))
-        copies = budget.kv_copies(shape, has.ranks)
-        if copies > 1:
+        if has.copies > 1:
             what = "the latent numbers cannot be split" if shape.latent else f"there are {shape.kv_heads} KV heads"
-            said.append(f"{what}: of {has.ranks.tensor} ranks {copies:g} each hold the same")
+            said.append(f"{what}: of {has.ranks.tensor} ranks {has.copies:g} each hold the same")
     if has.asked is not None:
-        said.append(f"asked for: {has.seqs:.0f} sequences × {has.context:,.0f} tokens = {has.asked:,.0f} tokens"
+        said.append(f"asked for at most: {has.seqs:.0f} sequences × {has.context:,.0f} tokens = {has.asked:,.0f} tokens"
                     + ("" if has.kv is None else f", {gb(has.kv)}"))
     if has.holds is not None:
         holds = _held_bytes(facts, has)
         said.append(f"its KV cache holds {has.holds:,.0f} tokens" + ("" if holds is None else f", {gb(holds)}"))
+        if has.asked and has.holds >= has.asked:
+            times = has.holds / has.asked
+            more = f"{times:,.0f} times what is" if times >= 3 else f"{quantity(times - 1, 'ratio')} more than is"
+            said.append(f"{more if has.holds > has.asked else 'just what is'} asked for")
     return said
 
 
@@ -129,29 +247,48 @@ def _longest(facts: Facts) -> str:
 
 
 def _line(has: Sizes, sum_: budget.Budget) -> str:
-    return f"{sum_.said} (weights by {has.weights.by if has.weights else 'nobody'})"
+    all_ = "" if sum_.fits or has.refused else "with all sequences at full length "
+    return f"{all_}{sum_.said} (weights by {has.weights.by if has.weights else 'nobody'})"
 
 
-def _too_small(facts: Facts, has: Sizes, said: Sequence[str]) -> Verdict:
-    """The KV cache has no room for what is asked, or none to spare."""
-    holds, context, seqs = has.holds or 0.0, has.context or 1.0, has.seqs or 0.0
-    fit, fit_well = int(holds // context), int(holds / (1 + budget.HEADROOM) // context)
-    rest = "the rest" if fit < seqs else "what the sum forgets"
-    costs = f"{min(fit, int(seqs))} of {seqs:.0f} full sequences find room; {rest} is preempted and computed anew"
-    return at_odds(said, costs=costs, change=f"{facts.flags.sequences} {max(1, fit_well)}"
-                   f" ({budget.HEADROOM * 100:.0f} % spare), a shorter {_longest(facts)}, or more KV cache:"
-                   f" {facts.flags.kv}")
+def _too_full(facts: Facts, has: Sizes, seen: _Seen, said: Sequence[str]) -> Verdict:
+    """Its KV cache was full, or takes not even one sequence of full length. What to do is a choice, and theirs."""
+    longest = f"a shorter {_longest(facts)}"
+    longest += f", where nobody needs {has.context:,.0f} tokens" if has.context else ""
+    if not seen.preempted and not seen.full:
+        return at_odds(said, costs="not one sequence of full length finds room: it is refused, or never ends",
+                       change=f"{longest}; or more room for the KV cache: {facts.flags.kv}, more GPUs")
+    costs = "what is preempted is computed anew, while its user waits" if seen.preempted else \
+        "newcomers wait for room, and what runs may be preempted as it grows"
+    fewer = _fewer_seats(facts, has)
+    return at_odds([*said, *_find_room(has)], costs=costs,
+                   change="one of these, as you choose: more room for the KV cache ("
+                          f"{facts.flags.kv}, more GPUs, or another replica); {fewer}{longest}")
 
 
-def _over(facts: Facts, said: Sequence[str], has: Sizes, sum_: budget.Budget) -> Verdict:
-    """It does not fit on its GPUs."""
-    least = budget.least_gpus(weights=has.weights.size_bytes if has.weights else 0.0, kv=has.kv or 0.0,
+def _fewer_seats(facts: Facts, has: Sizes) -> str:
+    """As many as fit at the lengths that were seen, never fewer than principle 1's table has; "": it is there."""
+    least, most = fewest_seats(facts), most_seats(facts)
+    fits = ((facts.binds or {}).get("evidence") or {}).get("fits")
+    to = least if not fits else max(least, min(int(fits), most or int(fits)))
+    if not has.seqs or to >= has.seqs:
+        return ""
+    return (f"fewer seats, so that who comes waits instead: {facts.flags.sequences} {to} (not under {least}: principle"
+            " 1); ")
+
+
+def _refused(facts: Facts, has: Sizes, said: Sequence[str]) -> Verdict:
+    """Not one sequence fits on its GPUs beside the weights."""
+    sum_ = has.summed(has.one or 0.0, spread=has.spread)
+    least = budget.least_gpus(weights=has.weights.size_bytes if has.weights else 0.0, kv=has.one or 0.0,
                               gpu_bytes=sum_.gpu_bytes, pipeline=has.ranks.pipeline,
                               shards=64.0 if has.shape is None else budget.kv_shards(has.shape, has.ranks))
     over = sum_.weight_bytes + sum_.temporary_bytes > sum_.gpu_bytes
     costs = "it does not start: the weights alone do not fit" if over else (
-        "preemptions, or out of memory on the first day when all sequences are long")
-    change = f"{facts.flag('--tensor-parallel-size', 'tensor parallelism over GPUs:')} {least}" if least else \
-        "a smaller or quantized model: no 64 GPUs hold it"
-    fewer = "" if over else f", or a smaller {facts.flags.sequences}, or a shorter {_longest(facts)}"
-    return at_odds([_line(has, sum_), *said], costs=costs, change=change + fewer)
+        "beside the weights no sequence of full length finds room with 20 % to spare; vLLM does not start where none"
+        " finds room at all")
+    tensor, stages = facts.flag("--tensor-parallel-size", "tensor parallelism over GPUs:"), ""
+    if least is not None and (least.pipeline > 1 or has.ranks.pipeline > 1):
+        stages = f" {facts.flag('--pipeline-parallel-size', 'and pipeline stages:')} {least.pipeline}"
+    change = "a smaller or quantized model: no 64 GPUs hold it" if least is None else f"{tensor} {least.tensor}{stages}"
+    return at_odds(said, costs=costs, change=change + ("" if over else f", or a shorter {_longest(facts)}"))

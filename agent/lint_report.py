@@ -63,5 +63,10 @@ def _told(same: Sequence[Finding]) -> list[str]:
 
 
 def _folded(head: str, text: str) -> Sequence[str]:
-    return wrap(head + clean(text), WIDTH, initial_indent="     ", subsequent_indent=" " * (5 + len(head)),
-                break_long_words=False, break_on_hyphens=False)
+    """Its lines, each folded. A line with spaces before it is to be written down: what is folded of it stays YAML."""
+    lines, indent = [], " " * (5 + len(head))
+    for i, line in enumerate(text.split("\n")):
+        own = line[:len(line) - len(line.lstrip(" "))]
+        lines += wrap(clean(line[len(own):]), WIDTH, initial_indent=indent + own if i else f"     {head}{own}",
+                      subsequent_indent=indent + own + "  " * bool(own), break_long_words=False, break_on_hyphens=False)
+    return lines

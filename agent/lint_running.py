@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agent.lint_case import ASK_AGENT, NO_AGENT, Facts, Verdict, at_odds, cannot, kept, measured, rows
+from agent.lint_blocks import canary_block, drills_block
+from agent.lint_case import (
+    ASK_AGENT,
+    LATENCY_SEQS,
+    NO_AGENT,
+    Facts,
+    Verdict,
+    at_odds,
+    cannot,
+    kept,
+    measured,
+    most_seats,
+    rows,
+)
 from agent.words import quantity, span
 
 HOP_S = 0.05  # principle 3: an extra 50 ms of network more than doubles p99
@@ -13,7 +26,7 @@ STREAMED = 0.9  # ours: the seed says "default to streaming"
 DAY_S = 86400.0
 MONTH_S = 31 * DAY_S  # principle 10: drills are monthly; ours: so long a change without a canary is told of
 CANARY_WITHIN_S = 7 * DAY_S  # ours: a gray release of four days, and a weekend
-CANARY = "probe: {canary: {urls: [the address that its users use, its own], model: the one that it serves}}"
+LEAST_WATCHED_S = 7 * DAY_S  # ours: a week without a change says that there was none; a minute says nothing
 FAULTS: Mapping[str, tuple[str, ...]] = {  # principle 10: the four that are drilled at least
     "a crash": ("process-kill", "pod-kill", "engine-hang"), "a GPU failure": ("gpu-reset",),
     "a network partition": ("packet-loss",), "an upstream timeout": ("upstream-timeout",)}
@@ -22,11 +35,15 @@ WATCHED: Mapping[str, tuple[str, ...]] = {  # principle 9: the minimal set -> th
     "GPU memory": ("gpu-memory",), "GPU temperature": ("gpu-temperature",),
     "KV cache hit rate": ("prefix-cache-hit-rate",), "swapped or preempted requests": ("swapped", "preemptions"),
     "error rate": ("error-rate",), "a business metric": ("business-metric", "business-metric-day")}
+MAY_BE_ABSENT = frozenset({"KV cache hit rate", "swapped or preempted requests"})  # an engine may have neither
 USERS, OUTSIDE = ("user-ttft-p99", "user-itl-p99"), ("outside-engine", "outside-engine-whole")
 LAYER: Mapping[str, str] = {  # principle 5: what binds -> the layer where that is turned
     "kv-bound": "system layer", "sequence-cap": "system layer", "upstream": "before the engine",
     "hardware-bound": "below all three layers", "prefill-bound": "model layer (compute)",
     "decode-bound": "operator layer (memory bandwidth)"}
+ELSEWHERE: Mapping[str, str] = {  # what binds outside of the engine -> what to do there
+    "upstream": "the router's limits and how it shares requests out, before any flag of the engine",
+    "hardware-bound": "cool or feed that GPU, or move its load to another"}
 
 
 def hops(facts: Facts) -> Verdict:
@@ -35,19 +52,32 @@ def hops(facts: Facts) -> Verdict:
         return at_odds("--skip-tokenizer-init: tokens are made in another service",
                        costs="two more hops a request, in each first token", change="take --skip-tokenizer-init away"
                        " and send text")
-    told = measured(facts, *OUTSIDE)
+    found = [row for row in rows(facts, *OUTSIDE) if row.get("value") is not None]
+    told = next((row for row in found if not why_unsure(row)), None)
+    if told is None and found:
+        why, of = why_unsure(found[0]), found[0]
+        return cannot(f"what users wait outside the engine is not known: {of['rule']} says {span(of['value'])}, {why}",
+                      would_tell=canary_block(facts, "the same question at both addresses tells it"))
     if told is None and (soon := begun(facts, *OUTSIDE)):
         return cannot("its canary has not told long enough what users wait outside the engine", would_tell=soon)
     if told is None:
         whys = dict.fromkeys(f"{row['subject']}: {row['why']}" for row in rows(facts, *OUTSIDE) if row.get("why"))
         return cannot(["nobody measures what users of it wait outside the engine", *whys, *_strangers(facts)],
-                      would_tell=f"{CANARY} in tocsin.yaml: end-to-end minus in-engine")
+                      would_tell=canary_block(facts, "end-to-end minus in-engine"))
     said = f"users wait {span(told['value'])} outside the engine ({told['rule']}, end-to-end minus in-engine)"
     if told["value"] >= HOP_S:
-        return at_odds(said, costs=f"{span(told['value'])} on every first token; {span(HOP_S)} more than double a"
-                       " p99 of a lightly loaded service", change="tokenizer, template and filter into the engine's"
+        each = "whole answer" if told["rule"] == "outside-engine-whole" else "first token"
+        return at_odds(said, costs=f"{span(told['value'])} on every {each}; {span(HOP_S)} more than double a p99 of a"
+                       " lightly loaded service", change="tokenizer, template and filter into the engine's"
                        " service; else on its host; look at the proxies in between")
     return kept(said)
+
+
+def why_unsure(row: Mapping[str, Any]) -> str:
+    """Why a wait outside the engine may be none; "": it is one."""
+    if str(row.get("method") or "").startswith("estimate"):
+        return "against the engines' median of other prompts: an estimate"
+    return "and no wait is negative: the two do not compare" if row["value"] < 0 else ""
 
 
 def _strangers(facts: Facts) -> list[str]:
@@ -95,17 +125,31 @@ def streaming(facts: Facts) -> Verdict:
 
 
 def bottleneck(facts: Facts) -> Verdict:
-    """5: the layer of the bottleneck."""
-    if facts.binds is None or facts.binds["by"] in ("idle", "cannot-tell"):
-        why = "it was not looked at for long enough" if facts.binds is None else str(facts.binds["why"])
+    """5: the layer of the bottleneck. Something always binds; at odds is where no flag of the engine can help."""
+    seen = facts.binds or {"by": "cannot-tell", "why": "it was not looked at for long enough"}
+    by, why, evidence = str(seen["by"]), str(seen["why"]), seen.get("evidence") or {}
+    if by in ("idle", "cannot-tell") or (by == "upstream" and not evidence.get("router_queue")):
         return cannot(f"what binds it is not to be seen: {why}", would_tell="the same under load")
-    by = str(facts.binds["by"])
-    said = [f"{facts.binds['name']}, {LAYER.get(by, 'unknown layer')}: {facts.binds['why']}"]
-    if by in ("kv-bound", "sequence-cap", "upstream", "hardware-bound"):
-        no = facts.binds.get("no_help")
-        return at_odds(said, costs="what is tuned at another layer changes nothing" + (f": {no}" if no else ""),
-                       change=str(facts.binds.get("knob") or "what stands before the engine, or the hardware below it"))
-    return kept(*said, f"turn there: {facts.binds.get('knob') or 'nothing'}")
+    said = [f"{seen['name']}, {LAYER.get(by, 'unknown layer')}: {why}"]
+    if by in ELSEWHERE:
+        return at_odds(said, costs=f"what is tuned in the engine changes nothing: {seen.get('no_help') or 'no flag'}",
+                       change=ELSEWHERE[by])
+    no = seen.get("no_help")
+    return kept(*said, f"turn there: {_turn(facts, by) or 'nothing'}", *[f"does not help: {no}"] * bool(no))
+
+
+def _turn(facts: Facts, by: str) -> str:
+    """The knob; of seats within what principle 1 has for what comes first."""
+    seen = facts.binds or {}
+    evidence, knob, most = seen.get("evidence") or {}, str(seen.get("knob") or ""), most_seats(facts)
+    if by != "sequence-cap" or facts.profile == "throughput":
+        return knob
+    if most is None:
+        return f"{knob}; where people wait for its answers not over {LATENCY_SEQS} (principle 1), then replicas"
+    seats, fits = float(evidence.get("running") or 0.0), float(evidence.get("fits") or most)
+    if min(most, fits) <= seats:
+        return f"another replica: {most} sequences at once are the most where a person waits (principle 1)"
+    return f"{facts.flags.sequences} up to {min(most, fits):.0f} (principle 1: {most} at most), then replicas"
 
 
 def gray(facts: Facts) -> Verdict:
@@ -116,10 +160,15 @@ def gray(facts: Facts) -> Verdict:
                                  " overlays/discovery, or components/node-processes")
     if facts.changes is None:
         return cannot(f"whether its configuration changed is not known: {NO_AGENT}", would_tell=ASK_AGENT)
-    seen_s = MONTH_S if facts.watched_since is None else min(MONTH_S, max(0.0, facts.now - facts.watched_since))
+    since = min([facts.now, *[one["at"] for one in facts.changes]] + [facts.watched_since] * (
+        facts.watched_since is not None))
+    seen_s = min(MONTH_S, max(0.0, facts.now - since))
     judged = list(verdicts(facts.changes, facts.canaries))
     recent = [(one, words) for one, words in judged if facts.now - one["at"] <= MONTH_S]
     wild = [(one, words) for one, words in recent if "pass" not in words]
+    if not recent and seen_s < LEAST_WATCHED_S:
+        return cannot(f"no change of its configuration was seen so far, in {span(seen_s)}",
+                      would_tell=f"the same when the agent has watched for {span(LEAST_WATCHED_S)}, or after a change")
     if not wild:
         many = len(recent)
         return kept(f"no change of its configuration was seen in {span(seen_s)}" if not many else
@@ -170,33 +219,40 @@ def monitoring(facts: Facts) -> Verdict:
     said += [f"not for long enough yet: {', '.join(soon)}"] * bool(soon)
     said += [f"not known now: {', '.join(lost)}"] * bool(lost) + [f"not watched: {', '.join(absent)}"] * bool(absent)
     said += [f"not there on this engine: {', '.join(off)}"] * bool(off)
-    if not lost and not absent:
-        return cannot(said, would_tell=young(facts, *(rule for rules in WATCHED.values() for rule in rules))
-                      ) if soon else kept(*said)
-    change = "`tocsin doctor` says for each what to do"
-    if "a business metric" in absent:
-        change += "; sources: {promql: …} and rule business-metric for the business metric"
-    return at_odds(said, costs="QPS stays as it is while these fail unseen", change=change)
+    if lost or absent:
+        change = "`tocsin doctor` says for each what to do"
+        if "a business metric" in absent:
+            change += "; for the business metric a source of its own (README, sources) and rule business-metric"
+        return at_odds(said, costs="QPS stays as it is while these fail unseen", change=change)
+    if soon:
+        return cannot(said, would_tell=young(facts, *(rule for rules in WATCHED.values() for rule in rules)))
+    if not MAY_BE_ABSENT.issuperset(off):
+        return cannot(said, would_tell="`tocsin doctor` says for each why, and what else may tell it")
+    return kept(*said)
 
 
 def drills(facts: Facts) -> Verdict:
-    """10: failure drills, monthly."""
+    """10: failure drills, monthly; the last of each failure counts."""
     if facts.drills is None:
         return cannot("whether drills were held is not known: none of their records can be read here",
                       would_tell="`tocsin lint` without an address on drilld's node, as who may read its folder")
     held = [row for row in facts.drills if row["verdict"] in ("PASS", "FAIL")  # what was judged
             and facts.now - (row["started"] or 0.0) <= MONTH_S]
-    done = {name for name, faults in FAULTS.items() for row in held if row.get("fault") in faults}
-    failed = [f"{row['drill']} ({row['verdict']})" for row in held if row["verdict"] != "PASS"]
+    last = {name: row for row in sorted(held, key=lambda row: row["started"] or 0.0)
+            for name, faults in FAULTS.items() if row.get("fault") in faults}
+    failed = {name: row["drill"] for name, row in last.items() if row["verdict"] == "FAIL"}
+    missing = [name for name in FAULTS if name not in last]
     said = [f"{len(held)} drill{'s' * (len(held) != 1)} held in the last 31 days"]
-    missing = [name for name in FAULTS if name not in done]
-    said += [f"not PASS: {', '.join(failed)}"] * bool(failed)
-    if not missing:
-        return kept(*said, "all four failures were drilled")
-    return at_odds([*said, f"not drilled: {', '.join(missing)}"],
-                   costs="the missing runbook is found when it really breaks",
-                   change="drills: [{name: …, fault: "
-                          f"{FAULTS[missing[0]][0]}, schedule: {{cron: \"0 10 * * TUE#1\"}}}}] in tocsin.yaml")
+    said += [f"failed: {', '.join(f'{name} ({drill})' for name, drill in failed.items())}"] * bool(failed)
+    if not missing and not failed:
+        return kept(*said, "all four failures were drilled, and the last drill of each passed")
+    said += [f"not drilled: {', '.join(missing)}"] * bool(missing)
+    costs = ["what did not hold in the drill does not hold in the incident"] * bool(failed)
+    costs += ["the missing runbook is found when it really breaks"] * bool(missing)
+    change = [f"`tocsin report {drill}` says what did not hold; mend that, then `tocsin drill run {drill}` again"
+              for drill in dict.fromkeys(failed.values())]
+    change += [drills_block(facts, missing)] if missing else []
+    return at_odds(said, costs="; ".join(costs), change="\n".join(change))
 
 
 def end_to_end(facts: Facts) -> Verdict:
@@ -207,9 +263,13 @@ def end_to_end(facts: Facts) -> Verdict:
     inside = facts.numbers.get("ttft_s")
     if outside is not None:
         own = [] if inside is None else [f"in-engine: a mean TTFT of {span(inside)}"]
+        users_s = (outside.get("evidence") or {}).get("user_s") if outside["rule"] in OUTSIDE else None
         told = outside.get("text") or quantity(outside["value"], outside["unit"])
+        if users_s is not None:
+            return kept(f"end to end: users wait {span(users_s)} (by {outside['rule']})", *own)
         return kept(f"end to end: {outside['rule']} is {told}", *own)
     if soon := begun(facts, *USERS, *OUTSIDE):
         return cannot("its canary has not told long enough what users wait for", would_tell=soon)
     return at_odds(["only the engine's own numbers are known, none from the users' side", *_strangers(facts)],
-                   costs="a slow proxy, tokenizer or client is not seen by anybody", change=f"{CANARY} in tocsin.yaml")
+                   costs="a slow proxy, tokenizer or client is not seen by anybody",
+                   change=canary_block(facts, "a canary at both"))

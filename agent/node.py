@@ -352,7 +352,7 @@ class Node:
             at = last["at"]
             del known[-1]
         if known and _is_config(known[-1], now):
-            known[-1] |= seen
+            known[-1] |= seen | {"version": engine.version or known[-1]["version"]}
         else:
             known.append({"at": at, **now, **seen})
             del known[:-CONFIGS_KEPT]
@@ -1230,8 +1230,9 @@ def is_muted(alert: Alert) -> bool:
 
 
 def _is_config(known: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether these are the same options and version."""
-    return all(known[key] == value for key, value in now.items())
+    """Whether these are the same options and version; one that could not be read ("") is no other."""
+    versions = {known["version"], now["version"]} - {""}
+    return bool(known["options"] == now["options"]) and len(versions) <= 1
 
 
 def _address(known: Mapping[str, Any]) -> str:

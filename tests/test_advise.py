@@ -206,7 +206,7 @@ def test_the_facts_of_an_engine() -> None:
         "gpu_bytes": 80e9, "gpus": 2.0, "capacity_tokens": 16_000.0, "sequences": 8.0, "kv_usage": 0.5, "running": 8.0,
         "prompt_tokens": 800.0, "output_tokens": 200.0, "decode_step_s": 0.045, "ttft_s": 3.0, "queue_s": 1.0,
         "prefill_s": 2.0, "prefill_s_per_token": 0.0025, "hit_rate": 0.25, "acceptance": None,
-        "preemptions": 0.0, "itl_target_s": 0.15}
+        "preemptions": 0.0, "itl_target_s": 0.15, "drafted": None, "watched_s": 600.0}
     assert set(advise.TOLD) - {"queue_age_s", "replicas", "replica_per_s"} <= set(found)
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -14,20 +15,23 @@ from msgspec import convert
 
 from agent import lint, lint_facts, lint_report, lint_running
 from agent.__main__ import main
-from agent.budget import Shape, budget, kv_token_bytes, least_gpus, shape_of
-from agent.config import CanaryConfig, Config, EngineConfig, ProbeConfig
+from agent.budget import Layout, Shape, budget, kv_token_bytes, least_gpus, shape_of
+from agent.config import CanaryConfig, Config, EngineConfig, ProbeConfig, load_all
 from agent.daemon import setup_of
 from agent.lint_case import Facts
 from agent.model import FoundEngine
-from agent.signals import Target
+from agent.signals import CATALOGUE, Target
 from agent.sources.discovery import Process, options_of
 from agent.weights import Form, Held, held
+from drills.config import drills_of
 from tests.test_node import node, restarted
 
 NOW = 1_000_000_000.0
 DAY = 86400.0
 LLAMA_2_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_size": 4096,
               "intermediate_size": 11008, "vocab_size": 32000, "torch_dtype": "float16"}
+LLAMA_3_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
+              "intermediate_size": 14336, "vocab_size": 128256, "torch_dtype": "bfloat16"}
 LLAMA_70B = {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192,
              "intermediate_size": 28672, "vocab_size": 128256, "torch_dtype": "bfloat16"}
 GPU = {"gpu_bytes": 80e9, "gpus": 1.0}
@@ -60,7 +64,16 @@ ALL_DRILLS = [drill(fault) for fault in ("process-kill", "gpu-reset", "packet-lo
 ALL_RULES = [row(rules[0]) for rules in lint_running.WATCHED.values()]
 CHANGED = [{"at": NOW - 4 * DAY, "what": "--max-num-seqs 32 → 64"}]
 YOUNG = {**row("outside-engine", None, "UNKNOWN"), "window_s": 900.0, "evidence": {"young": True}}
+CAP = {"by": "sequence-cap", "name": "sequence cap", "why": "4 wait and exactly 32 run in every read",
+       "knob": "--max-num-seqs over 32 (up to 90: at this length so many fit in the KV cache)",
+       "no_help": "a larger chunk", "evidence": {"running": 32.0, "fits": 90}}
 BINDS = {"name": "KV-bound", "why": "KV cache 98 % full", "knob": "more KV blocks", "no_help": "a larger chunk"}
+
+
+def long(options: dict[str, str] | None = None, **numbers: float | None) -> Facts:
+    """Llama 3 8B with a context of 131,072 tokens on a card of 80 GB, for people who wait."""
+    return facts(options or {"max-num-seqs": "32"}, model=LLAMA_3_8B, context_tokens=131072.0, **LATENCY,
+                 numbers={**GPU, "capacity_tokens": 430_000.0, **numbers})
 
 
 def finding(number: int, of: Facts) -> dict[str, Any]:
@@ -78,16 +91,19 @@ def finding(number: int, of: Facts) -> dict[str, Any]:
     (2, facts({"max-num-seqs": "8"}, model=LLAMA_70B, context_tokens=4096.0, numbers={**GPU, "gpus": 4.0}),
      facts({"max-num-seqs": "8"}, model=LLAMA_70B, context_tokens=4096.0, numbers=GPU), "--tensor-parallel-size 4"),
     (2, facts({"max-num-seqs": "4"}, context_tokens=1024.0, numbers={"capacity_tokens": 8192.0}),
-     facts({"max-num-seqs": "32"}, context_tokens=1024.0, numbers={"capacity_tokens": 8192.0}), "--max-num-seqs 6"),
+     facts({"max-num-seqs": "32"}, context_tokens=1024.0, numbers={"capacity_tokens": 8192.0, "kv_usage": 0.97,
+                                                                   "preemptions": 3.0}), "more room for the KV cache"),
     (3, facts(signals=[row("outside-engine", 0.004)]), facts(signals=[row("outside-engine", 0.08)]), "proxies"),
     (4, facts(evidence={"streamed": 0.97}), facts(evidence={"streamed": 0.2}), "stream"),
-    (5, facts(binds={**BINDS, "by": "decode-bound"}), facts(binds={**BINDS, "by": "kv-bound"}), "more KV blocks"),
+    (5, facts(binds={**BINDS, "by": "kv-bound"}), facts(binds={**BINDS, "by": "hardware-bound"}), "cool or feed"),
+    (5, facts(binds={**BINDS, "by": "decode-bound"}),
+     facts(binds={**BINDS, "by": "upstream", "evidence": {"router_queue": 7.0}}), "the router's limits"),
     (6, facts({"quantization": "fp8"}, evidence={"outlier_ratio": 40.0}),
      facts({"quantization": "fp8"}, evidence={"outlier_ratio": 180.0}), "weights only"),
     (6, facts({"quantization": "awq"}), facts({"quantization": "fp8"}), "outlier_ratio"),
     (7, facts({"max-num-seqs": "16", **SPECULATES}), facts({"max-num-seqs": "64", **SPECULATES}), "--max-num-seqs 16"),
-    (7, facts({"max-num-seqs": "16", **SPECULATES}, numbers={"acceptance": 0.7}),
-     facts({"max-num-seqs": "16", **SPECULATES}, numbers={"acceptance": 0.3}), "draft"),
+    (7, facts({"max-num-seqs": "16", **SPECULATES}, numbers={"acceptance": 0.7, "drafted": 1000.0}),
+     facts({"max-num-seqs": "16", **SPECULATES}, numbers={"acceptance": 0.3, "drafted": 1000.0}), "draft"),
     (8, facts(changes=CHANGED, canaries=[canary(from_=3, to=2)]),
      facts(changes=CHANGED, canaries=[canary(from_=3, to=2, verdict="fail")]), "tocsin canary"),
     (9, facts(signals=ALL_RULES), facts(signals=[*ALL_RULES[:-1], row("ttft-p99", None, "UNKNOWN")]), "business"),
@@ -96,6 +112,8 @@ def finding(number: int, of: Facts) -> dict[str, Any]:
     (10, facts(drills=ALL_DRILLS), facts(drills=[*ALL_DRILLS[1:], drill("process-kill", 40.0)]), "process-kill"),
     (11, facts({"quantization": "awq"}, evidence={"score_before": 71.2, "score_after": 70.9}),
      facts({"quantization": "awq"}, evidence={"score_before": 71.2, "score_after": 66.0}), "loses less"),
+    (10, facts(drills=ALL_DRILLS), facts(drills=[drill(one["fault"], verdict="FAIL") for one in ALL_DRILLS]),
+     "tocsin report gpu-reset` says what did not hold"),
     (11, facts(model=LLAMA_70B), facts(cache={"cache_dtype": "fp8_e4m3"}), "score_before"),
     (12, facts(signals=[row("user-ttft-p99", 0.4)]), facts(signals=[row("ttft-p99", 0.4)]), "canary"),
 ])
@@ -123,7 +141,7 @@ def of_kind(kind: str, options: dict[str, str] | None = None, **more: Any) -> Fa
     ("fewer than the table's", 1, facts({"max-num-seqs": "4"}, **LATENCY), "kept", "fewer than 16"),
     ("chunks are said", 1, facts({"max-num-seqs": "128"}, **THROUGHPUT), "kept", "chunked prefill may stay on"),
     ("both are wrong", 1, facts({"max-num-seqs": "64", "no-enable-chunked-prefill": ""}, **LATENCY), "at odds",
-     "--max-num-seqs 32 (16 to 32), or declare profile: throughput; --enable-chunked-prefill"),
+     "--max-num-seqs 32 (16 to 32), or, if nobody waits for its answers, profile: throughput; --enable-chunked"),
     ("vLLM's default of 128 or more", 1, facts(**LATENCY), "at odds", "--max-num-seqs is not given"),
     ("it may stand in the engine's file", 1, facts({"config": "/etc/vllm.yaml"}, **LATENCY), "cannot tell",
      "its --config file may say it"),
@@ -134,15 +152,44 @@ def of_kind(kind: str, options: dict[str, str] | None = None, **more: Any) -> Fa
      **LATENCY), "at odds", "turn chunked prefill on"),
     ("whether SGLang drafts", 1, of_kind("sglang", {"max-running-requests": "128"}, **THROUGHPUT), "cannot tell",
      "speculative decoding is not known"),
-    # Principle 2: 4 × 1,024 = 4,096 tokens are asked for; with 20 % on top 4,915.2.
-    ("no headroom", 2, facts({"max-num-seqs": "4"}, context_tokens=1024.0, numbers={"capacity_tokens": 4096.0}),
-     "at odds", "--max-num-seqs 3 (20 % spare)"),
-    ("nearly", 2, facts({"max-num-seqs": "4"}, context_tokens=1024.0, numbers={"capacity_tokens": 4915.0}),
-     "at odds", "4 of 4 full sequences find room; what the sum forgets is preempted"),
-    ("20 %", 2, facts({"max-num-seqs": "4"}, context_tokens=1024.0, numbers={"capacity_tokens": 4916.0}), "kept",
-     "20 % more than is asked for"),
-    ("SGLang's names", 2, of_kind("sglang", {"max-running-requests": "4"}, context_tokens=1024.0,
-     numbers={"capacity_tokens": 4096.0}), "at odds", "a shorter longest sequence, or more KV cache: --mem-fraction"),
+    # Principle 2: 4 × 1,024 = 4,096 tokens are asked for. What the engine set aside for all of them is enough, ...
+    ("all at full length", 2, facts({"max-num-seqs": "4"}, context_tokens=1024.0, numbers={"capacity_tokens": 4096.0}),
+     "kept", "just what is asked for"),
+    ("4 % spare, its GPU known", 2, facts({"max-num-seqs": "4"}, context_tokens=1024.0, weight_bytes=70e9,
+     numbers={"capacity_tokens": 4260.0, **GPU}), "kept", "4 % more than is asked for"),
+    ("4 % spare, its GPU unknown", 2, facts({"max-num-seqs": "4"}, context_tokens=1024.0,
+     numbers={"capacity_tokens": 4260.0}), "kept", "4 % more than is asked for"),
+    ("all fit, and it was full", 2, facts({"max-num-seqs": "4"}, context_tokens=1024.0,
+     numbers={"capacity_tokens": 4096.0, "kv_usage": 0.97}), "kept", "all of full length find room at once"),
+    # ... and where it did not, what was seen decides. 8B: 430,000 ÷ 131,072 = 3.3 sequences.
+    ("nobody has seen it", 2, long(), "cannot tell", "3 of 32 sequences of full length find room at once"),
+    ("seen for five seconds", 2, long(kv_usage=0.4, sequences=9.0, preemptions=0.0, watched_s=5.0), "cannot tell",
+     "that has watched its usual load for 10 min"),
+    ("seen for an hour", 2, long(kv_usage=0.8, sequences=30.0, preemptions=0.0, watched_s=3600.0), "kept",
+     "seen in 60 min: its KV cache was at most 80 % full, at most 30 ran at once, none was preempted"),
+    ("84 %: not 20 % to spare, and not full", 2, long(kv_usage=0.84, sequences=30.0, watched_s=3600.0), "cannot tell",
+     "at most 84 % full"),
+    ("nothing ran", 2, long(kv_usage=0.0, watched_s=3600.0), "cannot tell", "at most 0 % full"),
+    ("full", 2, long(kv_usage=0.96, sequences=32.0, watched_s=60.0), "at odds", "newcomers wait for room"),
+    ("preempted", 2, long(kv_usage=0.7, sequences=32.0, preemptions=2.0), "at odds", "--max-num-seqs 16 (not under 16"),
+    ("at the table's least", 2, long({"max-num-seqs": "16"}, kv_usage=0.97), "at odds",
+     "or another replica); a shorter --max-model-len, where nobody needs 131,072 tokens"),
+    ("no capacity is told, and the weights are 16 GB of 80", 2, long(capacity_tokens=None), "cannot tell",
+     "2 of 32 sequences of full length find room at once"),  # 66.7 − 16.1 − 1.5 = 49.1 GB, of 17.2 each
+    ("one card of 24 GB has no room for one of 17.2", 2, long(capacity_tokens=None, gpu_bytes=24e9), "at odds",
+     "--tensor-parallel-size 2, or a shorter --max-model-len"),  # 1.2 × (8 + 8.6 + 1.5) = 21.8
+    ("SGLang's names", 2, of_kind("sglang", {"max-running-requests": "40"}, context_tokens=1024.0,
+     numbers={"capacity_tokens": 4096.0, "kv_usage": 0.99}), "at odds", "a shorter longest sequence, where"),
+    # Principle 5: seats only as principle 1 has them; few requests bind nothing.
+    ("it waits for work", 5, facts(binds={**BINDS, "by": "upstream", "evidence": {"gpu_util": 0.3}}), "cannot tell",
+     "the same under load"),
+    ("32 seats are the most for latency", 5, facts(binds=CAP, **LATENCY), "kept", "another replica: 32 sequences"),
+    ("24 seats", 5, facts(binds={**CAP, "evidence": {"running": 24.0, "fits": 90}}, **LATENCY), "kept",
+     "--max-num-seqs up to 32 (principle 1: 32 at most)"),
+    ("24 seats, room for 28", 5, facts(binds={**CAP, "evidence": {"running": 24.0, "fits": 28}}, **LATENCY), "kept",
+     "--max-num-seqs up to 28"),
+    ("nobody waits", 5, facts(binds=CAP, **THROUGHPUT), "kept", "turn there: --max-num-seqs over 32"),
+    ("nobody said", 5, facts(binds=CAP), "kept", "where people wait for its answers not over 32 (principle 1)"),
     # Principles 6 and 11: not to have seen it is not to be sure.
     ("no flag, no file", 6, facts(), "cannot tell", "config.json cannot be read here"),
     ("no flag, no file", 11, facts(), "cannot tell", "config.json cannot be read here"),
@@ -154,8 +201,16 @@ def of_kind(kind: str, options: dict[str, str] | None = None, **more: Any) -> Fa
     ("a KV cache of FP8 alone, measured", 11, facts(cache={"cache_dtype": "fp8"}, evidence={
         "score_before": 71.2, "score_after": 71.0}), "kept", "KV cache fp8"),
     # Principle 7: a night in which one ran must not hide a day with 64.
-    ("EAGLE and 64 seats", 7, facts({"max-num-seqs": "64", **SPECULATES}, numbers={"running": 0.4, "sequences": 3.0}),
-     "at odds", "--max-num-seqs 64"),
+    ("EAGLE pays, in 64 seats", 7, facts({"max-num-seqs": "64", **SPECULATES}, numbers={"running": 0.4,
+     "sequences": 3.0}), "at odds", "--max-num-seqs 16 to 32 (it was never more than 3)"),
+    ("EAGLE pays, in vLLM's seats", 7, facts(SPECULATES, numbers={"sequences": 3.0, "acceptance": 0.8,
+     "drafted": 9e4}, **LATENCY), "at odds", "keep drafting, and hold it to small batches: --max-num-seqs 16 to 32"),
+    ("40 ran, and people wait", 7, facts(SPECULATES, numbers={"sequences": 40.0}, **LATENCY), "at odds",
+     "--max-num-seqs 16 to 32 first, as principle 1 has it, and replicas for the rest; else take --speculative"),
+    ("nobody waits", 7, facts(SPECULATES, numbers={"sequences": 3.0}, **THROUGHPUT), "at odds",
+     "take --speculative-config away"),
+    ("2 of 5 drafted tokens", 7, facts({"max-num-seqs": "16", **SPECULATES}, numbers={"acceptance": 0.4,
+     "drafted": 5.0}), "cannot tell", "40 % of 5 drafted tokens were accepted: too few to judge by"),
     ("EAGLE and vLLM's default", 7, facts(SPECULATES, numbers={"running": 0.4}), "at odds", "128 or more"),
     ("fewer drafts the more run", 7, facts({"max-num-seqs": "64", **FEWER_DRAFTS}), "kept", "fewer drafts"),
     ("from afar the most that was seen", 7, replace(facts(numbers={"acceptance": 0.7, "sequences": 40.0}),
@@ -165,7 +220,7 @@ def of_kind(kind: str, options: dict[str, str] | None = None, **more: Any) -> Fa
      "at 16 or fewer it may pay"),
     ("the agent does not see it", 8, facts(signals=[]), "cannot tell", "the agent did not see its command line"),
     ("SGLang drafts", 7, of_kind("sglang", {"speculative-algorithm": "EAGLE", "max-running-requests": "64"}), "at odds",
-     "turn speculative decoding off, or send small batches to a replica of their own (--max-running-requests 16)"),
+     "--max-running-requests 16 to 32 where people wait for its answers (replicas for the rest), turn speculative"),
     ("vLLM's short names", 7, facts({"max-num-seqs": "64", "spec-method": "ngram"}), "at odds", "drafting is a loss"),
     # Principles 3, 9 and 12: what has begun is neither lost nor kept.
     ("an agent of two minutes", 3, facts(signals=[YOUNG]), "cannot tell", "when the agent has watched for 15 min"),
@@ -180,7 +235,32 @@ def of_kind(kind: str, options: dict[str, str] | None = None, **more: Any) -> Fa
     ("another model's users", 12, facts(signals=[], strangers=["https://qwen.internal"]), "at odds",
      "measured at https://qwen.internal: of another engine"),
     ("another model's users", 3, facts(signals=[], strangers=["https://qwen.internal"]), "cannot tell",
-     "model: the one that it serves"),
+     'urls: ["http://USERS", "http://127.0.0.1:8000"]'),
+    # Principle 3: an estimate, and a wait of less than nothing.
+    ("the engines' median of other prompts", 3, facts(signals=[{**row("outside-engine", 0.3),
+     "method": "estimate: the engines' own median"}]), "cannot tell", "of other prompts: an estimate"),
+    ("-300 ms", 3, facts(signals=[row("outside-engine", -0.3)]), "cannot tell", "no wait is negative"),
+    ("whole answers", 3, facts(signals=[row("outside-engine-whole", 0.08)]), "at odds", "80 ms on every whole answer"),
+    ("of two the one that is no estimate", 3, facts(signals=[{**row("outside-engine", -0.3), "method": "estimate: x"},
+     row("outside-engine-whole", 0.02)]), "kept", "20 ms outside"),
+    # Principle 8: a minute without a change is none.
+    ("a minute", 8, facts(changes=[], watched_since=NOW - 60), "cannot tell", "seen so far, in 60 s"),
+    ("eight days", 8, facts(changes=[], watched_since=NOW - 8 * DAY), "kept", "was seen in 8 d"),
+    # Principle 9: what is not there is not watched.
+    ("none of the nine", 9, facts(signals=[{**one, "state": "N/A"} for one in ALL_RULES]), "cannot tell",
+     "0 of the 9 are watched"),
+    ("no prefix cache", 9, facts(signals=[{**one, "state": "N/A" if one["rule"] == "prefix-cache-hit-rate" else "OK"}
+     for one in ALL_RULES]), "kept", "8 of the 9 are watched"),
+    # Principle 11: a KV cache of four bits is quantized, whatever it is called.
+    ("NVFP4", 11, facts(model=LLAMA_70B, cache={"cache_dtype": "nvfp4"}), "at odds", "KV cache nvfp4"),
+    ("TurboQuant", 11, facts({"kv-cache-dtype": "turboquant_4bit_nc"}, model=LLAMA_70B), "at odds", "turboquant_4bit"),
+    ("INT4", 11, facts(model=LLAMA_70B, cache={"cache_dtype": "int4_per_token_head"}), "at odds", "int4_per_token"),
+    ("16 bits by name", 11, facts(model=LLAMA_70B, cache={"cache_dtype": "bfloat16"}), "kept", "not quantized"),
+    # Principle 10: the last drill of each failure counts.
+    ("it failed, and then it passed", 10, facts(drills=[drill("gpu-reset", 9.0, "FAIL"), *ALL_DRILLS]), "kept",
+     "5 drills held"),
+    ("it passed, and then it failed", 10, facts(drills=[*ALL_DRILLS, drill("gpu-reset", 1.0, "FAIL")]), "at odds",
+     "`tocsin drill run gpu-reset` again"),
     # Principle 10: a rank that is slow is no GPU that is lost.
     ("slow-rank", 10, facts(drills=[*(one for one in ALL_DRILLS if one["fault"] != "gpu-reset"), drill("slow-rank")]),
      "at odds", "not drilled: a GPU failure"),
@@ -213,6 +293,60 @@ def test_each_change_has_its_own_canary(story: str, changed_days_ago: list[int],
     assert finding(8, facts(changes=changes, canaries=canaries))["verdict"] == verdict, story
 
 
+def test_a_deployment_as_most_are_is_not_sent_in_two_directions() -> None:
+    """32 seats of 131,072 tokens each, three of which fit: not one principle asks for fewer than 16 or more than 32."""
+    of = replace(long(kv_usage=0.5, sequences=32.0, preemptions=0.0, watched_s=3600.0), binds=CAP)
+    found = {one["number"]: one for one in lint.judge(of)}
+    assert [found[number]["verdict"] for number in (1, 2, 5)] == ["kept"] * 3
+    said = " ".join(str(line) for number in (1, 2, 5) for line in (*found[number]["evidence"], found[number]["change"]))
+    assert "--max-num-seqs over" not in said
+    assert "--max-num-seqs 2" not in said
+
+
+def test_a_config_json_of_another_model_is_said_and_left_out() -> None:
+    """The engine has 4 GB for 30,517 tokens, 131 KB each; the folder that was found says 327,680 bytes, a 70B's."""
+    cache = {"kv_cache_size_tokens": "30517", "kv_cache_memory_bytes": "4000000000", "num_gpu_blocks_override": "None"}
+    found = finding(2, facts({"max-num-seqs": "8"}, model=LLAMA_70B, weight_bytes=140e9, context_tokens=8192.0,
+                             cache=cache, numbers=GPU))
+    assert (found["verdict"], found["evidence"]) == ("cannot tell", [
+        ("a token takes 131,074 bytes of KV cache as the engine tells, and 327,680 by the config.json that was found:"
+         " that is of another model, and is left out"),
+        "asked for at most: 8 sequences × 8,192 tokens = 65,536 tokens, 8.59 GB",
+        "its KV cache holds 30,517 tokens, 4 GB",
+        "3 of 8 sequences of full length find room at once; who comes after them waits"])
+    overridden = facts({"max-num-seqs": "8"}, model=LLAMA_70B, cache={**cache, "num_gpu_blocks_override": "160"})
+    assert "another model" not in " ".join(finding(2, overridden)["evidence"])  # these bytes are not of these blocks
+
+
+def blocks(text: str) -> str:
+    """What is to be written down of what lint says, without the spaces that all of it has before it."""
+    return dedent("\n".join(line for line in text.split("\n") if line.startswith("  ")))
+
+
+@pytest.mark.parametrize(("story", "of", "words"), [
+    ("a configured engine", {"configured": "chat", "served": "meta/llama: 8"}, ["{engine: chat}", "process-kill"]),
+    ("one that was found", {}, ["{engine: engine-8000}", "name: engine-8000"]),
+    ("pods", {"pods_of": "llm/vllm"}, ["pod-kill", 'namespace: llm, selector: "app=vllm"', "gpu: GPU-UUID"]),
+])
+def test_what_lint_says_to_write_down_loads(story: str, of: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    """As `config check` loads it: in JSON as it stands, and as it is folded on the page; with the schedule as well."""
+    judged = lint.judge(facts({}, signals=[], drills=[], **{"url": "http://127.0.0.1:8000", **of}))
+    said = {one["number"]: one["change"] or one["would_tell"] for one in judged}
+    assert all(word in said[10] for word in words), (story, said[10])
+    assert all(f"name: {name}," in said[10] for name in ("crash", "gpu-failure", "partition", "slow-upstream"))
+    assert "`tocsin drill plan crash`, which touches nothing" in said[10]
+    for number in (1, 3, 10, 12):
+        page = "\n".join(lint_report._folded("Change: ", said[number]))
+        inner = "\n".join(line[13:] for line in page.split("\n")[1:])
+        for text in (blocks(said[number]), blocks(inner), blocks(said[number]).replace(
+                "load:", 'schedule: {cron: "0 10 * * TUE#1"}, load:')):
+            path = tmp_path / "tocsin.yaml"
+            engines = "engines: [{name: chat, url: 'http://127.0.0.1:8000'}]\n"
+            path.write_text(engines * (number == 10 and "configured" in of) + text)
+            config, rules = load_all(path, {}, CATALOGUE)
+            assert len(drills_of(config, rules.rules)) == (4 if number == 10 else 0), story
+
+
 def test_an_engine_of_which_nothing_is_known_is_not_called_right() -> None:
     """No command line, no agent, no model: each of the twelve says what would tell, and none is kept."""
     found = lint.judge(Facts("llama", now=NOW))
@@ -225,7 +359,7 @@ def test_what_the_cache_cannot_hold_is_at_odds_however_large_the_gpu_is() -> Non
     of = facts({"max-num-seqs": "8"}, model=LLAMA_70B, context_tokens=32768.0,
                numbers={**GPU, "gpus": 8.0, "capacity_tokens": 20000.0})
     memory = finding(2, of)
-    assert (memory["verdict"], "0 of 8 full sequences" in memory["costs"]) == ("at odds", True), memory
+    assert (memory["verdict"], "not one sequence of full length" in memory["costs"]) == ("at odds", True), memory
 
 
 def test_the_worst_comes_first_and_the_page_says_what_to_do() -> None:
@@ -236,7 +370,8 @@ def test_the_worst_comes_first_and_the_page_says_what_to_do() -> None:
     assert lines[0] == "Not looked at: b: refused"
     assert lines[2] == "llama (vllm 0.32.0, m): 2 at odds, 9 cannot tell, 1 kept"
     assert lines.index("AT ODDS") < lines.index("CANNOT TELL") < lines.index("KEPT")
-    assert "     Change: --max-num-seqs 32 (16 to 32), or declare profile: throughput" in lines
+    assert ("Change: --max-num-seqs 32 (16 to 32), or, if nobody waits for its answers, profile: throughput"
+            in " ".join(" ".join(lines).split()))
 
 
 def told(number: int, verdict: str, why: str, would_tell: str | None = None) -> dict[str, Any]:
@@ -272,7 +407,7 @@ def test_a_70b_model_on_one_80_gb_card_is_refused() -> None:
     """140 GB of weights: no KV cache is small enough. With 20 % on top it takes four such cards, not two."""
     assert held(Shape(80, 8, 128, parameters=70e9), Form("")) == Held(140e9, "70,000,000,000 parameters")
     assert not budget(weights=140e9, kv=0.0, gpu_bytes=80e9).fits
-    assert least_gpus(weights=140e9, kv=0.0, gpu_bytes=80e9) == 4  # on two: 1.2 × (70 + 1.5) = 85.8 GB
+    assert least_gpus(weights=140e9, kv=0.0, gpu_bytes=80e9) == Layout(4, 1)  # on two: 1.2 × (70 + 1.5) = 85.8 GB
 
 
 def test_the_seed_s_line_for_llama_2_7b_and_ours() -> None:
@@ -359,6 +494,26 @@ def test_a_change_is_said_and_survives_a_restart() -> None:
     assert [one["at"] for one in later.learned.configs[name]] == [2.0, 9.0]
     assert lint_facts.changes(later.learned.configs[name]) == [
         {"at": 9.0, "what": "version 0.31.0 → 0.32.0, --enforce-eager absent → given, --max-num-seqs 32 → 64"}]
+
+
+@pytest.mark.parametrize(("story", "versions", "options", "what"), [
+    ("it answered later", ["", "0.32.0"], ["32", "32"], []),
+    ("it did not answer once", ["0.32.0", "", "0.32.0"], ["32", "32", "32"], []),
+    ("it came back as another", ["0.31.0", "", "0.32.0"], ["32", "32", "32"], ["version 0.31.0 → 0.32.0"]),
+    ("and with other options", ["0.31.0", "", "0.32.0"], ["32", "64", "64"],
+     ["version 0.31.0 → 0.32.0, --max-num-seqs 32 → 64"]),
+])
+def test_a_version_that_nobody_could_read_is_no_change(story: str, versions: list[str], options: list[str],
+                                                       what: list[str]) -> None:
+    """A 503 while it loads was told as "version ? → 0.32.0", and asked for a canary."""
+    here = node("queue-age")
+    here.setup = replace(here.setup, targets=(Target("llama", ("llama",), port=8000),))
+    engine = FoundEngine("127.0.0.1:8000", "http://127.0.0.1:8000", "vllm", "its command line", 8000)
+    for at, (version, seats) in enumerate(zip(versions, options, strict=True)):
+        here.see([engine._replace(options={"max-num-seqs": seats}, version=version)], float(at))
+    assert [one["what"] for one in lint_facts.changes(here.learned.configs["llama"])] == what, story
+    remembered = [{"at": float(at), "version": version, "options": {}} for at, version in enumerate(versions)]
+    assert len(lint_facts.changes(remembered)) == ("0.31.0" in versions)  # as an earlier Tocsin remembered it
 
 
 @pytest.mark.parametrize(("text", "fault"), [
