@@ -435,7 +435,8 @@ def autoscaling(*, startup_s: float, spike_per_s: float | None = None, replica_p
     """
     if spike_per_s is not None and not replica_per_s:
         raise Missing("it takes --per-replica beside --spike, or --from an engine that was seen for a minute in which"
-                      " requests waited: what one finishes that could do more is not its most")
+                      " requests waited (at an address: --watch-for 75s): what one finishes that could do more is not"
+                      " its most")
     why = [f"a replica takes {span(startup_s)} to start: no reaction is faster"]
     numbers: dict[str, Any] = {"startup_s": startup_s, "scale_out_queue_age_s": OUT_S,
                                "scale_in_queue_age_s": IN_S, "scale_in_for_s": IN_FOR_S,
