@@ -107,9 +107,9 @@ class Budget(NamedTuple):
     def said(self) -> str:
         """The sum, as a person would write it."""
         each = "a GPU" if self.gpus > 1 else "the GPU"
-        return (f"weights {gb(self.weight_bytes)} + KV cache {gb(self.kv_bytes)} + temporaries"
-                f" {gb(self.temporary_bytes)} on {each}, with {HEADROOM * 100:.0f} % headroom {gb(self.need_bytes)} of"
-                f" {gb(self.gpu_bytes)}")
+        return (f"weights {gb(self.weight_bytes)} + KV cache {gb(self.kv_bytes)} + an assumed"
+                f" {gb(self.temporary_bytes)} of temporaries on {each}, with {HEADROOM * 100:.0f} % headroom"
+                f" {gb(self.need_bytes)} of {gb(self.gpu_bytes)}")
 
 
 def budget(*, weights: float, kv: float, gpu_bytes: float, gpus: int = 1, copies: float = 1.0,

@@ -403,8 +403,8 @@ def test_each_engine_of_data_parallelism_has_all_the_weights() -> None:
     assert (found["verdict"], found["evidence"][-1].split(";")[0]) == (
         "cannot tell", "2 of 4 sequences of full length find room at once")
     assert found["evidence"][0] == (
-        "with all sequences at full length weights 16.1 GB + KV cache 4.29 GB + temporaries 1.5 GB on the GPU, with"
-        " 20 % headroom 26.2 GB of 24 GB (weights by its files)")
+        "with all sequences at full length weights 16.1 GB + KV cache 4.29 GB + an assumed 1.5 GB of temporaries"
+        " on the GPU, with 20 % headroom 26.2 GB of 24 GB (weights by its files)")
 
 
 def test_experts_are_spread_over_data_parallelism_and_the_rest_is_not() -> None:
@@ -434,8 +434,8 @@ def test_quantized_while_it_is_loaded_it_fits() -> None:
     found = finding(2, LLAMA_3_8B, options, context_tokens=8192.0, weight_bytes=2.0 * PARAMETERS_8B,
                     numbers={"gpu_bytes": 16e9, "gpus": 1.0})
     assert (found["verdict"], found["evidence"][0]) == ("kept", (
-        "weights 9.08 GB + KV cache 2.15 GB + temporaries 1.5 GB on the GPU, with 20 % headroom 15.3 GB of 16 GB"
-        " (weights by its files, quantized to fp8 at load)"))
+        "weights 9.08 GB + KV cache 2.15 GB + an assumed 1.5 GB of temporaries on the GPU, with 20 % headroom 15.3 GB"
+        " of 16 GB (weights by its files, quantized to fp8 at load)"))
 
 
 @pytest.mark.parametrize(("story", "flag", "config", "word"), [
