@@ -120,7 +120,7 @@ SEQUENCES = ("max-num-seqs", "max-running-requests", "max-batch-size", "parallel
 
 def is_hidden(value: str | None) -> bool:
     """Whether a value stands in the environment of its pod, and a variable in its place (agent.sources.pods)."""
-    return value is not None and re.search(r"\$\(?\w", value) is not None
+    return value is not None and re.search(r"\$[({]?\w", value) is not None
 
 
 def sequences(facts: Facts) -> float | None:

@@ -42,7 +42,7 @@ SHELLS = ("sh", "bash", "ash", "dash")
 # A value of the container's environment: `$(VAR)` is the kubelet's, `$VAR` and `${VAR}` a shell's. It is not looked up:
 # it may be a secret's.
 UNKNOWN = re.compile(r"\$[({A-Za-z_@*]")
-MANY = re.compile(r"\$[@*]|\$[({]?\w*(?:ARGS|OPT|FLAGS|EXTRA)", re.IGNORECASE)  # more options than one stand in it
+MANY = re.compile(r"\$\{?[@*]|\[[@*]|\$[({]?\w*(?:ARGS|OPT|FLAGS|EXTRA)", re.IGNORECASE)  # more options than one
 DEFAULT_PORTS: Mapping[str, int] = {"sglang": 30000, "llamacpp": 8080, "lmdeploy": 23333, "triton": 8002, "tgi": 80}
 
 
@@ -77,7 +77,7 @@ def _argv(container: Mapping[str, Any]) -> list[str]:
 
 
 def _in_shell(script: str) -> list[str]:
-    """The words of the first command of a script that starts an engine; [] where none does, or it is more than that."""
+    """The one command of a script that starts an engine; [] where none or several do, or it runs others."""
     flat = re.sub(r"(?<=\s)[0-9]?>{1,2}&?\s*[^\s;|&]+", " ", script.replace("\\\n", " "))  # where it writes to
     lexer = shlex.shlex(flat.replace("\n", ";"), posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, ""
@@ -85,13 +85,14 @@ def _in_shell(script: str) -> list[str]:
         words = list(lexer)
     except ValueError:
         return []
+    found = []
     for is_mark, part in groupby(words, key=lambda word: not word.strip(";&|()<>")):
-        own = list(part)
+        own = [] if is_mark else list(part)
         while own and (own[0] == "exec" or re.match(r"\w+=", own[0])):
             del own[0]
-        if not is_mark and _named(own) is not None:
-            return own
-    return []
+        found += [own] * (_named(own) is not None)
+    runs_others = any("`" in word or word.endswith("$") for own in found for word in own)  # $(nvidia-smi -L | wc -l)
+    return found[0] if len(found) == 1 and not runs_others else []
 
 
 def _named(argv: Sequence[str]) -> Named | None:

@@ -61,6 +61,13 @@ def of_shell(script: str) -> dict[str, Any]:
                           "--port $(PORT) 2>&1 | tee /log\n"),
      {"model": "m", "max-num-seqs": "$(SEATS)", "port": "$(PORT)"}),
     ("a script with all that its caller says", of_shell('exec vllm serve m --max-num-seqs 32 "$@"'), {}),
+    ("an array of a script", of_shell('exec vllm serve m "${MORE[@]}" --max-num-seqs 32'), {}),
+    ("a default of a script", of_shell('vllm serve m --max-num-seqs "${SEATS:-64}" --enforce-eager'),
+     {"model": "m", "max-num-seqs": "${SEATS:-64}", "enforce-eager": ""}),
+    ("one that counts the GPUs: what comes after is not read", of_shell(
+        "vllm serve m --tensor-parallel-size $(nvidia-smi -L | wc -l) --max-num-seqs 32"), {}),
+    ("the same, as it was written of old", of_shell("vllm serve m -tp `nproc` --max-num-seqs 32"), {}),
+    ("a script with two", of_shell("if a; then b; fi; vllm serve m --max-num-seqs 32 || vllm serve m"), {}),
     ("a script that no shell would read", of_shell("vllm serve 'm"), {}),
     ("a script of another program", of_shell("python serve.py --max-num-seqs 32"), {}),
     ("nothing at all", {}, {}),
@@ -80,6 +87,7 @@ def test_of_two_engines_in_a_pod_each_has_its_own() -> None:
 
 @pytest.mark.parametrize(("story", "seats", "verdict", "words"), [
     ("a number", "64", "at odds", "--max-num-seqs 64"),
+    ("a default of a script is no number", "${SEATS:-64}", "cannot tell", "--max-num-seqs ${SEATS:-64}"),
     ("one of the pod's environment is no default of 128", "$(SEATS)", "cannot tell", "--max-num-seqs $(SEATS)"),
 ])
 def test_a_value_that_nobody_sees_is_not_vllm_s_default(story: str, seats: str, verdict: str, words: str) -> None:
