@@ -616,6 +616,17 @@ def test_the_model_s_folder_is_found_by_what_each_engine_calls_it(
     assert (found.model, found.url) == (LLAMA_70B, "http://127.0.0.1:30000")
 
 
+def test_what_is_written_down_names_the_engine_as_it_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name under `engines`, or by the workload of its pods."""
+    targets = [target_at(30000, "chat"), {**target_at(30001, "qwen"), "target": "llm/vllm#0"}]
+    monkeypatch.setattr(lint_facts, "doctor", lambda *_, **__: {"targets": targets, "gpus": []})
+    monkeypatch.setattr(lint_facts, "_text", lambda _: "")
+    config = Config(engines=(EngineConfig(url="http://127.0.0.1:30000", name="chat"),))
+    found = [one for _, one in lint_facts.look(config, ["http://127.0.0.1:30000"]).engines]
+    assert [(one.configured, one.pods_of, one.served) for one in found] == [
+        ("chat", "", "chat"), ("", "llm/vllm", "qwen")]
+
+
 def test_what_the_agent_measures_for_one_model_is_not_told_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gateway before llama is watched; of qwen nobody knows what its users wait for."""
     gateway = "https://llm.internal"
