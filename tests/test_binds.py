@@ -47,6 +47,8 @@ FLOWS = {"prompt_tokens": 90_000.0, "generation_tokens": 6_000.0, "preemptions":
     ("a well packed engine", seen((24, 0, 0.95), (24, 0, 0.95), **DECODES), "decode-bound", "none waits", "replicas"),
     ("the seats are taken", seen((16, 3, 0.40), (16, 5, 0.42), (16, 7, 0.44), **FLOWS), "sequence-cap",
      "7 wait and exactly 16 run in every read while the KV cache is 44 % full", "--max-num-seqs over 16 (up to 32:"),
+    ("one seat is just free", seen(*[(16, 3, 0.4)] * 4, (15, 5, 0.4), **FLOWS), "sequence-cap",
+     "5 wait and exactly 16 run in 4 of 5 reads while", "--max-num-seqs over 16"),
     ("more once ran: not the seats", seen((16, 3, 0.4), (16, 5, 0.42), peak=32.0, **FLOWS), "prefill-bound",
      "5 wait while the KV cache is 42 % full and 16 of 32 seats are taken; 1500 prompt tokens/s", "--max-num-batched"),
     ("room, and prompts in the way", seen((6, 2, 0.3), (7, 4, 0.35), **FLOWS), "prefill-bound", "4 wait",
