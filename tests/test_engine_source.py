@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -443,17 +444,20 @@ def test_what_is_not_http_is_said(server: PageServer) -> None:
         source = EngineSource("t", f"http://127.0.0.1:{other.getsockname()[1]}", health_total_s=SHORT_S)
 
         def greet() -> None:
-            for _ in range(2):  # /metrics and /health
-                connection = other.accept()[0]
-                connection.recv(1000)
-                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
-                connection.close()
+            with suppress(OSError):  # until it is shut down
+                while True:
+                    with other.accept()[0] as connection:
+                        connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                        connection.shutdown(socket.SHUT_WR)
+                        while connection.recv(1000):  # what is left unread would reset it
+                            pass
 
         thread = threading.Thread(target=greet)
         thread.start()
         batch = source.read(1.0)
-        thread.join(30)
         source.close()
+        other.shutdown(socket.SHUT_RDWR)
+        thread.join(30)
 
     assert gap_of_kv(batch).code is Why.ERROR
     assert gap_of_kv(batch).why.endswith("fails: no HTTP answer: BadStatusLine")
