@@ -34,6 +34,19 @@ UNEVEN = ("attn_layer_indices", "attn_layer_period", "attn_type_list", "block_co
 # Every n-th layer attends to all, the others to a window, where a published config.json does not say it (transformers).
 FULL_EVERY: Mapping[str, int] = {"cohere2": 4, "gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+MOST = 10**15  # ours: no GPU has so many bytes, no model so many tokens; a number beyond it is none
+
+
+def number_of(told: object) -> float | None:
+    """A number as a page, a file or a command line tells it; None: none, less than 0, NaN, or over MOST.
+
+    Words are whole numbers in ASCII digits: "²".isdigit() is true, and float("²") raises.
+    """
+    if isinstance(told, str):
+        return number_of(int(told)) if told.isascii() and told.isdigit() and len(told) <= len(str(MOST)) else None
+    if isinstance(told, bool) or not isinstance(told, int | float):
+        return None
+    return float(told) if 0 <= told <= MOST else None
 
 
 class Shape(NamedTuple):
@@ -147,8 +160,8 @@ def least_gpus(*, weights: float, kv: float, gpu_bytes: float, shards: float = 6
 def ranks_of(options: Mapping[str, str] | None, gpus: float | None = None) -> Ranks:
     """How an engine is spread, by its command line (names without dashes), else over all `gpus` that it computes on."""
     def told(*names: str) -> int | None:
-        words = [(options or {}).get(name, "") for name in names]
-        return next((int(word) for word in words if word.isdecimal() and int(word) > 0), None)
+        sizes = [number_of((options or {}).get(name)) for name in names]
+        return next((int(size) for size in sizes if size), None)
 
     data = told("data-parallel-size", "dp-size", "dp") or 1
     tensor = told("tensor-parallel-size", "tp-size", "tp", "num-shard")
@@ -157,7 +170,7 @@ def ranks_of(options: Mapping[str, str] | None, gpus: float | None = None) -> Ra
     if "enable-dp-attention" in (options or {}):  # SGLang: one engine, whose ranks hold sequences of their own
         data, apart = 1, data
     if tensor is None and pipeline is None:
-        tensor = max(1, int(gpus or 1) // data)
+        tensor = max(1, int(number_of(gpus) or 1) // data)
     whole = {"disable-hybrid-kv-cache-manager", "disable-hybrid-swa-memory", "swa-full"}
     return Ranks(tensor or 1, pipeline or 1, data, apart, not whole.isdisjoint(options or {}))
 
@@ -270,4 +283,4 @@ def _parameters(text: Mapping[str, Any], layers: int, heads: int, kv_heads: int,
 
 
 def _int(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST else None

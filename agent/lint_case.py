@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from agent import weights
 from agent.binds import ANY, FLAGS, Flags
+from agent.budget import number_of
 
 Word = Literal["kept", "at odds", "cannot tell"]
 LEAST_DEFAULT = 128.0  # vLLM's own --max-num-seqs: 128 on a CPU, 256 or 1,024 on GPUs (0.32, arg_utils.py)
@@ -124,9 +125,8 @@ def is_hidden(value: str | None) -> bool:
 
 
 def sequences(facts: Facts) -> float | None:
-    """How many sequences it runs at once at most, where its command line says it."""
-    told = facts.option(*SEQUENCES)
-    return float(told) if told is not None and told.isdigit() else None
+    """How many sequences it runs at once at most, where its command line says it; none is no number of them."""
+    return number_of(facts.option(*SEQUENCES)) or None
 
 
 def seats(facts: Facts) -> tuple[float, str] | None:
@@ -135,7 +135,7 @@ def seats(facts: Facts) -> tuple[float, str] | None:
     if most is not None:
         return most, f"{name} {most:.0f}"
     default = LEAST_DEFAULT, f"{name} is not given: vLLM's own is {LEAST_DEFAULT:.0f} or more"
-    return default if facts.is_whole and not is_hidden(facts.option(*SEQUENCES)) else None
+    return default if facts.is_whole and facts.option(*SEQUENCES) is None else None
 
 
 def fewest_seats(facts: Facts) -> int:

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import yaml
 
+from agent.budget import number_of
 from agent.client import AgentError, NotPermitted, NotRunning, ask
 from agent.config import Config, address_of, target_name
 from agent.daemon import local_port
@@ -179,7 +180,7 @@ def _target(target: Mapping[str, Any], here: Sequence[Process], config: Config, 
     pods = re.fullmatch(r"([^/]+/[^/]+)#\d+", target["target"])
     return Facts(target["target"], target["kind"], profile or (None if its is None else its.profile), options,
                  cache_labels(_text(f"{url}/metrics")), _config_of(folder), _weights_in(folder),
-                 float(context) if context.isdigit() else None, lost=lost, served=target["model"] or "",
+                 number_of(context), lost=lost, served=target["model"] or "",
                  configured="" if its is None else target_name(its), pods_of=pods[1] if pods else "")
 
 

@@ -28,6 +28,7 @@ from agent.weights import Held, held
 from agent.words import quantity, span
 
 SEEN_S = 600.0  # ours: so long it was watched before "was not full" says something
+OFFLOADS = ("cpu-offload-gb",)  # of vLLM and SGLang
 ALIKE = 1.25  # ours: drafting apart, our bytes of a token are the engine's to the byte; more is another model
 
 
@@ -44,6 +45,8 @@ class Sizes(NamedTuple):
     gpu_bytes: float | None
     token: float | None = None  # bytes of one in the KV cache over all ranks, as the engine tells it
     other: float | None = None  # the same by a config.json that is of another model
+    runs: bool = False  # it was seen to: what does not fit by arithmetic does
+    offloads: bool = False  # part of its weights lies in the host's memory, nobody tells how much
 
     @property
     def asked(self) -> float | None:
@@ -64,18 +67,24 @@ class Sizes(NamedTuple):
 
     @property
     def refused(self) -> bool:
-        """Whether weights, temporaries and one sequence do not fit with headroom; one that tells a capacity runs."""
-        return (not self.holds and self.weights is not None and bool(self.gpu_bytes)
-                and not self.summed(self.one or 0.0, spread=self.spread).fits)
+        """Whether weights, temporaries and one sequence do not fit with headroom; one that was seen to run does."""
+        return (not self.holds and not self.runs and not self.offloads and self.weights is not None
+                and bool(self.gpu_bytes) and not self.summed(self.one or 0.0, spread=self.spread).fits)
 
     @property
     def fit(self) -> int | None:
         """How many sequences of full length find room: in its own KV cache, else in what its GPUs leave for one."""
         if self.holds and self.context:
             return int(self.holds // self.context)
-        if self.weights is None or not self.gpu_bytes or not self.one or self.doubtful:
+        if self.doubtful or self.offloads or (fit := self._left(spread=False)) is None:
             return None
-        sum_ = self.summed(0.0)
+        return None if self.runs and not fit else fit  # no room at all, and it runs: the sum is not its own
+
+    def _left(self, *, spread: bool) -> int | None:
+        """The same by arithmetic."""
+        if self.weights is None or not self.gpu_bytes or not self.one:
+            return None
+        sum_ = self.summed(0.0, spread=spread)
         left = self.gpu_bytes / (1 + budget.HEADROOM) - sum_.weight_bytes - sum_.temporary_bytes
         return max(0, int(left * self.ranks.gpus / self.copies / self.one + 1e-9))
 
@@ -85,11 +94,14 @@ class Sizes(NamedTuple):
         if self.holds or self.weights is None or not self.gpu_bytes or self.kv is None or not self.spread:
             return ""
         least, most = self.summed(self.kv, spread=True), self.summed(self.kv)
-        if least.fits == most.fits:
+        low, high = self._left(spread=False), self._left(spread=True)
+        if most.fits or (least.fits == most.fits and low == high):
             return ""
-        return (f"between {gb(least.need_bytes)} and {gb(most.need_bytes)} of {gb(most.gpu_bytes)} on a GPU, with"
-                f" headroom: experts are spread over the {self.ranks.data} engines of data parallelism, the rest is on"
-                " each")
+        said = (f"between {gb(least.need_bytes)} and {gb(most.need_bytes)} of {gb(most.gpu_bytes)} on a GPU, with"
+                " headroom")
+        if not least.fits:
+            said = f"room for between {low} and {high} sequences of full length"
+        return f"{said}: experts are spread over the {self.ranks.data} engines of data parallelism, the rest is on each"
 
     @property
     def copies(self) -> float:
@@ -118,7 +130,7 @@ def memory(facts: Facts) -> Verdict:
     said += seen.said
     fit = has.fit
     if seen.preempted or seen.full or fit == 0:
-        if not seen.preempted and fit and has.seqs and fit >= has.seqs:
+        if not seen.preempted and has.holds and fit and has.seqs and fit >= has.seqs:
             return kept(*said, "all of full length find room at once")
         return _too_full(facts, has, seen, said)
     if fit is not None and has.seqs and fit >= has.seqs:
@@ -133,6 +145,11 @@ def memory(facts: Facts) -> Verdict:
     parts = {"weights": has.weights, "KV bytes a token": has.number_bytes or has.token, "sequences": has.seqs,
              "longest sequence": has.context, "the GPU's memory": has.gpu_bytes}
     lacking = [name for name, value in parts.items() if value is None]
+    if not lacking:
+        why = ("part of its weights lies in the host's memory, and nobody tells how much of its GPUs is left"
+               if has.offloads else "by this sum not one sequence of full length finds room, and it runs: something"
+               " takes less than is known here")
+        return cannot([*said, why], would_tell=watch)
     return cannot("; ".join([*said, f"not known: {', '.join(lacking)}"]),
                   would_tell=f"{watch}; or {facts.flags.sequences} and {_longest(facts)} on its command line, the"
                              " model's folder readable here, NVML; or `tocsin advise kv-cache` with your numbers")
@@ -166,6 +183,9 @@ def _find_room(has: Sizes) -> list[str]:
     """The arithmetic as arithmetic."""
     if has.fit is None or not has.seqs:
         return []
+    if not has.holds and has.fit >= has.seqs:  # by the size of its GPUs, of which it may take any part
+        return [("by the size of its GPUs all of full length would find room; how much of it the engine set aside is"
+                 " not told")]
     fit = min(has.fit, int(has.seqs))
     return [f"{fit} of {has.seqs:.0f} sequences of full length find room at once; who comes after them waits"]
 
@@ -178,12 +198,15 @@ def sizes(facts: Facts) -> Sizes:
     shape = None if facts.model is None else budget.shape_of(facts.model)
     dtype = facts.option("dtype") or "auto"
     cache = facts.cache.get("cache_dtype") or facts.option("kv-cache-dtype") or "auto"
-    told = facts.cache.get("kv_cache_size_tokens", "")  # blocks × tokens of one are more, where layers have windows
-    ranks = budget.ranks_of(facts.options, facts.numbers.get("gpus"))
+    told = facts.cache.get("kv_cache_size_tokens")  # blocks × tokens of one are more, where layers have windows
+    numbers = {name: budget.number_of(facts.numbers.get(name)) for name in ("capacity_tokens", "gpu_bytes", "gpus")}
+    ranks = budget.ranks_of(facts.options, numbers["gpus"])
     has = Sizes(held(shape, form_of(facts), files_bytes=facts.weight_bytes, dtype=dtype), shape,
                 None if shape is None else budget.kv_dtype_bytes(shape, cache, dtype), ranks, sequences(facts),
-                facts.context_tokens, float(told) if told.isdigit() else facts.numbers.get("capacity_tokens"),
-                facts.numbers.get("gpu_bytes"), _token_bytes(facts, shape, ranks))
+                budget.number_of(facts.context_tokens), budget.number_of(told) or numbers["capacity_tokens"],
+                numbers["gpu_bytes"], _token_bytes(facts, shape, ranks),
+                runs=any(facts.numbers.get(name) is not None for name in ("sequences", "kv_usage", "watched_s")),
+                offloads=facts.option(*OFFLOADS) not in (None, "0"))
     ours = None if shape is None or not has.number_bytes else budget.kv_token_bytes(shape, has.number_bytes)
     if ours and has.token and not speculates(facts) and not 1 / ALIKE <= has.token / ours <= ALIKE:
         return has._replace(weights=None, shape=None, number_bytes=None, other=ours)
@@ -195,14 +218,14 @@ def _token_bytes(facts: Facts, shape: budget.Shape | None, ranks: budget.Ranks) 
 
     None where it tells neither, where blocks are overridden (the bytes are not theirs), where layers have windows.
     """
-    size, tokens = (facts.cache.get(f"kv_cache_{name}", "") for name in ("memory_bytes", "size_tokens"))
+    size, tokens = (budget.number_of(facts.cache.get(f"kv_cache_{name}")) for name in ("memory_bytes", "size_tokens"))
     overridden = facts.cache.get("num_gpu_blocks_override", "None") != "None" or \
         facts.option("num-gpu-blocks-override") is not None
-    if not size.isdigit() or not tokens.isdigit() or not int(tokens) or overridden:
+    if not size or not tokens or overridden:
         return None
     if shape is not None and shape.windowed and not ranks.is_whole:
         return None
-    return float(size) * ranks.gpus / (1.0 if shape is None else budget.kv_copies(shape, ranks)) / float(tokens)
+    return size * ranks.gpus / (1.0 if shape is None else budget.kv_copies(shape, ranks)) / tokens
 
 
 def _said(facts: Facts, has: Sizes) -> list[str]:
@@ -234,12 +257,12 @@ def _said(facts: Facts, has: Sizes) -> list[str]:
 
 def _held_bytes(facts: Facts, has: Sizes) -> float | None:
     """Of its KV cache over all ranks, each key and value once. What the engine tells in bytes is one rank's."""
-    shape, told = has.shape, facts.cache.get("kv_cache_memory_bytes", "")
+    shape, told = has.shape, budget.number_of(facts.cache.get("kv_cache_memory_bytes"))
     if shape is not None and has.number_bytes and (not shape.windowed or has.ranks.is_whole):
         return (has.holds or 0.0) * budget.kv_token_bytes(shape, has.number_bytes)
-    if not told.isdigit():
+    if told is None:
         return None
-    return float(told) * has.ranks.gpus / (1.0 if shape is None else budget.kv_copies(shape, has.ranks))
+    return told * has.ranks.gpus / (1.0 if shape is None else budget.kv_copies(shape, has.ranks))
 
 
 def _longest(facts: Facts) -> str:
@@ -271,7 +294,8 @@ def _fewer_seats(facts: Facts, has: Sizes) -> str:
     least, most = fewest_seats(facts), most_seats(facts)
     fits = ((facts.binds or {}).get("evidence") or {}).get("fits")
     to = least if not fits else max(least, min(int(fits), most or int(fits)))
-    if not has.seqs or to >= has.seqs:
+    ran = budget.number_of(facts.numbers.get("sequences"))  # seats over those that ever ran are not what filled it
+    if not has.seqs or to >= min(has.seqs, ran or has.seqs):
         return ""
     return (f"fewer seats, so that who comes waits instead: {facts.flags.sequences} {to} (not under {least}: principle"
             " 1); ")
@@ -280,6 +304,8 @@ def _fewer_seats(facts: Facts, has: Sizes) -> str:
 def _refused(facts: Facts, has: Sizes, said: Sequence[str]) -> Verdict:
     """Not one sequence fits on its GPUs beside the weights."""
     sum_ = has.summed(has.one or 0.0, spread=has.spread)
+    if has.spread:  # on how few it fits depends on what is spread, which nobody can tell
+        said = [*said, "and so it is with its experts spread over all the engines of data parallelism"]
     least = budget.least_gpus(weights=has.weights.size_bytes if has.weights else 0.0, kv=has.one or 0.0,
                               gpu_bytes=sum_.gpu_bytes, pipeline=has.ranks.pipeline,
                               shards=64.0 if has.shape is None else budget.kv_shards(has.shape, has.ranks))
@@ -291,4 +317,5 @@ def _refused(facts: Facts, has: Sizes, said: Sequence[str]) -> Verdict:
     if least is not None and (least.pipeline > 1 or has.ranks.pipeline > 1):
         stages = f" {facts.flag('--pipeline-parallel-size', 'and pipeline stages:')} {least.pipeline}"
     change = "a smaller or quantized model: no 64 GPUs hold it" if least is None else f"{tensor} {least.tensor}{stages}"
+    change = "more GPUs, or a smaller or quantized model" if has.spread else change
     return at_odds(said, costs=costs, change=change + ("" if over else f", or a shorter {_longest(facts)}"))

@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.weights": Row("agent.budget"),
     "agent.lint": Row("agent agent.advise agent.lint_case agent.lint_design agent.lint_memory agent.lint_running"),
     "agent.lint_blocks": Row("agent.lint_case"),
-    "agent.lint_case": Row("agent agent.binds agent.weights"),
+    "agent.lint_case": Row("agent agent.binds agent.budget agent.weights"),
     "agent.lint_design": Row("agent.advise agent.lint_blocks agent.lint_case agent.words"),
     "agent.lint_memory": Row("agent agent.advise agent.binds agent.budget agent.lint_case agent.weights agent.words"),
     "agent.lint_running": Row("agent.lint_blocks agent.lint_case agent.words"),
@@ -214,8 +214,8 @@ MAY_IMPORT: dict[str, Row] = {
         " agent.sources.fetch agent.words", WORLD,
     ),
     "agent.lint_facts": Row(
-        "agent.client agent.config agent.daemon agent.exposition agent.lint_case agent.oneshot agent.sources.discovery"
-        " agent.sources.fetch",
+        "agent.budget agent.client agent.config agent.daemon agent.exposition agent.lint_case agent.oneshot"
+        " agent.sources.discovery agent.sources.fetch",
         "fnmatch msgspec pathlib time yaml",
     ),
     "agent.show": Row("agent.words", "rich shutil"),

@@ -180,6 +180,20 @@ def of_kind(kind: str, options: dict[str, str] | None = None, **more: Any) -> Fa
      "--tensor-parallel-size 2, or a shorter --max-model-len"),  # 1.2 × (8 + 8.6 + 1.5) = 21.8
     ("SGLang's names", 2, of_kind("sglang", {"max-running-requests": "40"}, context_tokens=1024.0,
      numbers={"capacity_tokens": 4096.0, "kv_usage": 0.99}), "at odds", "a shorter longest sequence, where"),
+    # What its GPU's size makes is not what it set aside, and one that runs is not refused.
+    ("SGLang, 30 % of the card set aside", 2, of_kind("sglang", {"max-running-requests": "16",
+     "mem-fraction-static": "0.3"}, model=LLAMA_3_8B, context_tokens=8192.0, numbers={
+         **GPU, "kv_usage": 1.0, "sequences": 9.0, "watched_s": 3600.0}, **LATENCY), "at odds",
+     "how much of it the engine set aside is not told | newcomers wait for room"),
+    ("it runs on a card that has no room for one", 2, long(capacity_tokens=None, gpu_bytes=24e9, watched_s=60.0),
+     "cannot tell", "not one sequence of full length finds room, and it runs"),
+    ("it runs, with room to spare", 2, long(capacity_tokens=None, gpu_bytes=24e9, kv_usage=0.5, sequences=9.0,
+     watched_s=3600.0), "kept", "at most 50 % full"),
+    ("weights in the host's memory", 2, long({"max-num-seqs": "32", "cpu-offload-gb": "12"}, capacity_tokens=None,
+     gpu_bytes=24e9), "cannot tell", "part of its weights lies in the host's memory"),
+    ("of 32 seats ten were ever taken", 2, long({"max-num-seqs": "32"}, kv_usage=0.97, sequences=10.0,
+     preemptions=2.0), "at odds", "or another replica); a shorter --max-model-len"),
+    ("no seats at all", 1, facts({"max-num-seqs": "0"}, **LATENCY), "cannot tell", "number of sequences is not known"),
     # Principle 5: seats only as principle 1 has them; few requests bind nothing.
     ("it waits for work", 5, facts(binds={**BINDS, "by": "upstream", "evidence": {"gpu_util": 0.3}}), "cannot tell",
      "the same under load"),
@@ -316,6 +330,24 @@ def test_a_config_json_of_another_model_is_said_and_left_out() -> None:
         "3 of 8 sequences of full length find room at once; who comes after them waits"])
     overridden = facts({"max-num-seqs": "8"}, model=LLAMA_70B, cache={**cache, "num_gpu_blocks_override": "160"})
     assert "another model" not in " ".join(finding(2, overridden)["evidence"])  # these bytes are not of these blocks
+
+
+@pytest.mark.parametrize("size", ["²", "٣", "9" * 400, "9" * 5000, "-1", "1e3", "nan"])
+def test_what_is_no_number_is_not_known_and_stops_nobody(size: str) -> None:
+    """One page with "²" on it, and lint ended for all engines of the node."""
+    told = dict.fromkeys(("kv_cache_size_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override"), size)
+    options = dict.fromkeys(("max-num-seqs", "tensor-parallel-size", "data-parallel-size", "dcp"), size)
+    found = lint.judge(facts(options, cache=told, model=LLAMA_3_8B, context_tokens=8192.0, numbers=GPU, **LATENCY))
+    assert [found[number - 1]["verdict"] for number in (1, 2)] == ["cannot tell"] * 2
+
+
+@pytest.mark.parametrize("size", [float("nan"), float("inf"), -1.0, 1e300])
+def test_a_number_that_nothing_here_has_is_not_known(size: float) -> None:
+    """Of a page as of NVML."""
+    numbers = dict.fromkeys(("capacity_tokens", "gpu_bytes", "gpus", "sequences"), size)
+    of = facts({"max-num-seqs": "16"}, model={**LLAMA_3_8B, "num_hidden_layers": 10**400}, numbers=numbers,
+               context_tokens=size, cache={"kv_cache_size_tokens": "0"})
+    assert "not known: weights, KV bytes a token, longest sequence, the GPU's memory" in finding(2, of)["evidence"][0]
 
 
 def blocks(text: str) -> str:

@@ -419,6 +419,19 @@ def test_experts_are_spread_over_data_parallelism_and_the_rest_is_not() -> None:
     assert found["evidence"][0].startswith("between 116 GB and 839 GB of 141 GB on a GPU, with headroom: experts are")
 
 
+def test_where_neither_fits_experts_that_may_be_spread_are_not_refused() -> None:
+    """Of 117.5 GB 29.9 are left where experts are spread, for twelve sequences of 2.3 GB; nothing where they are not.
+
+    256 seats fit in neither: by the unspread 688.6 GB not one found room, beside "100 ran at once".
+    """
+    options = {"max-num-seqs": "256", "data-parallel-size": "8", "enable-expert-parallel": ""}
+    found = finding(2, DEEPSEEK_V3, options, context_tokens=32768.0, weight_bytes=688.6e9,
+                    numbers={"gpu_bytes": 141e9, "gpus": 8.0, "sequences": 100.0, "kv_usage": 0.84,
+                             "watched_s": 3600.0})
+    assert found["verdict"] == "cannot tell"
+    assert found["evidence"][0].startswith("room for between 0 and 12 sequences of full length: experts are spread")
+
+
 def test_a_latent_is_on_every_rank() -> None:
     """V3 on eight cards: of 141 ÷ 1.2 = 117.5 GB are 29.9 left beside 86.1 + 1.5, for twelve sequences of 2.3 GB."""
     found = finding(2, DEEPSEEK_V3, {"max-num-seqs": "16", "tensor-parallel-size": "8"}, context_tokens=32768.0,
