@@ -5,9 +5,10 @@ Everything that comes from a log, a label, a file or an answer goes through here
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,7 +20,8 @@ PLAIN_PATH = re.compile(r"(?:/v\d+)?(?:/(?:models|completions|chat/completions|a
 # This and the next begin at a word's beginning alone: tried at each letter of it, a long word would take minutes.
 _URL = re.compile(r"(?<![\w+.-])([\w+.-]+)://([^\s\"'<>\\`|]+)")
 # The value of a key that names a secret; a bare number is none (`token: 0.5`, `max_tokens: 32`).
-_KEYS = r"(?:(?:api|access|routing)[-_]?key|token|secret|passw(?:or)?d|authorization|credentials?|cookie)"
+_KEYS = (r"(?:(?:api|access|routing|secret|private)[-_]?key|token|secret|passw(?:or)?d|passphrase|pwd|authorization"
+         r"|credentials?|cookie)")
 _KEYED = re.compile(
     rf"(?i)(?<![\w-])([\w-]*{_KEYS}[\"']?\s*[:=]\s*[\"']?)(?:(?:bearer|basic)\s+)?(?![\d.]+(?:\s|$))[^\s\"',;&}}]{{4,}}"
 )
@@ -68,6 +70,67 @@ def scrubbed(value: Any) -> Any:
     if isinstance(value, str):
         return "\n".join(re.sub(r"[^ ].*", lambda m: clean(m[0]), line) for line in value.splitlines())
     return value if value is None or isinstance(value, bool | int | float) else clean(value)
+
+
+# --- the options of a program ----------------------------------------------------------------------------------------
+
+# The name of an option, or of a key in its value, that names a secret: api-key, hf_token, ssl-keyfile-password, x-auth;
+# not tokenizer, max-num-batched-tokens, long-prefill-token-threshold, nor a file that holds one.
+_SECRET = re.compile(
+    r"secret|passw|passphrase|pwd|credential|bearer|authorization|cookie|webhook|(api|access|private|routing)[-_]?key"
+    r"|keys?(?![a-z])|tok(en?)?$|(api|auth|access|admin|hf|hub|refresh|session)[-_]?tokens?(?![a-z])"
+    r"|(?<![a-z])(auth|pass|sig|signature|dsn|hft)(?![a-z])|(?<!allowed[-_])headers?$", re.IGNORECASE)
+# Options that argparse takes by their beginnings, too.
+_SHORTENED = ("admin-api-key", "api-key", "auth-token", "basic-auth", "hf-token", "hub-token", "otlp-traces-headers",
+              "ssl-keyfile-password", "token")
+_ADDRESS = re.compile(r"""://(?:[^\s"']*@)?([^\s"'?#]*)[^\s"']*""")  # without its user, its query and its fragment
+_USER = re.compile(r"""(?<![^\s"',;=])[^\s"',;=:@]*+:\S{0,2000}@""")  # user:password@, with a scheme or none
+_NAMED = re.compile(r"""(?<![\w.-])([\w.-]++)(?:["'\]]*\s*[:=]|\s)""")
+
+
+def is_secret(name: str) -> bool:
+    """Whether an option without its dashes, or a key, names a secret. In doubt it does."""
+    is_shortened = len(name) > 2 and name != "ssl-keyfile" and any(known.startswith(name) for known in _SHORTENED)
+    return is_shortened or _SECRET.search(name) is not None
+
+
+def plain_value(words: Sequence[str]) -> str:
+    """The values of one option with a space between them, without what is secret in them; JSON stays JSON."""
+    try:
+        told = [_plain_json(word) for word in words]
+    except RecursionError:
+        return "…"
+    text = " ".join(word if plain is None else plain for word, plain in zip(words, told, strict=True))
+    return _plain_text(text) if None in told else text
+
+
+def _plain_json(text: str) -> str | None:
+    """An object or a list without what is secret in it; None: it is neither."""
+    try:
+        value = json.loads(text) if text.lstrip()[:1] in ("{", "[") else None
+    except ValueError:
+        return None
+    if value is None:
+        return None
+    return json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace").decode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_plain_text(key): "…" if is_secret(key) and not isinstance(one, bool | None) else _plain(one)
+                for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return plain_value([value]) if isinstance(value, str) else value
+
+
+def _plain_text(text: str) -> str:
+    """What comes after a name that names a secret is left out to the end: it may have spaces and marks in it."""
+    for told in _NAMED.finditer(text):
+        if is_secret(told[1].lstrip("-")) and (told[1].startswith("-") or not told[0][-1].isspace()):
+            text = f"{text[:told.end()]}…"
+            break
+    return without_keys(_USER.sub("…@", _ADDRESS.sub(r"://\1", text)))
 
 
 # --- Markdown and XML ------------------------------------------------------------------------------------------------

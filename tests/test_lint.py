@@ -490,6 +490,11 @@ def test_a_command_line_is_remembered_without_its_secrets() -> None:
      {"model": "/m", "tokenizer": "org/t", "tokenizer-mode": "slow", "long-prefill-token-threshold": "512",
       "max-num-batched-tokens": "2048"}),
     ("/m --seed -1 --ssl-keyfile /etc/k.pem", {"model": "/m", "seed": "-1", "ssl-keyfile": "/etc/k.pem"}),
+    ('/m --speculative-config {"method":"mtp","num_speculative_tokens":3} --limit-mm-per-prompt image=4', {
+        "model": "/m", "speculative-config": '{"method":"mtp","num_speculative_tokens":3}',
+        "limit-mm-per-prompt": "image=4"}),
+    ('/m --x {"bucket":"b","secret_key":"k","is_auth":true} --y me:pw@h:1', {
+        "model": "/m", "x": '{"bucket":"b","secret_key":"…","is_auth":true}', "y": "…@h:1"}),
     ("s3://b/a --otlp-traces-endpoint http://t:4317/v1/traces", {
         "model": "s3://b/a", "otlp-traces-endpoint": "http://t:4317/v1/traces"}),
 ])
@@ -505,6 +510,14 @@ def test_what_an_engine_was_started_with_is_whole(line: str, want: dict[str, str
     "/m --HF_TOKEN S3CRET1", "/m --aws-credentials S3CRET1",
     "/m --redis-url redis://me:S3CRET1/x@cache:6379/0", "/m --from https://h/m?sig=S3CRET1",
     '/m --kv-transfer-config {"api_key":"S3CRET1"}', "/m --header Authorization:S3CRET1", "/m --x hf_S3CRET1S3CRET1",
+    "https://bob:S3CRET1@host/m?sig=S3CRET1#S3CRET1", "--port 8000 s3://AKIA:S3CRET1@bucket/m",
+    '/m --x {"secret_key":"S3CRET1"}', '/m --x {"a":[{"private_key":"S3CRET1"}]}', '/m --x {"secret":["S3CRET1"]}',
+    '/m --x {"passphrase":"S3CRET1"}', '/m --x {"pwd":"S3CRET1"}', '/m --x {"auth":{"a":"S3CRET1"}}',
+    '/m --x {"secret":"S3CRET1","secret":1}', '/m --x {"redis":"user:S3CRET1@h:1"}', "/m --x user:S3\"CRET1S3CRET@h:1",
+    '/m --x {"a":"{\\"secret_key\\":\\"S3CRET1\\"}"}', "/m --x {'secret_key':'S3CRET1'}", "/m --x secretKey=S3CRET1",
+    "/m --x a=b,pwd:one S3CRET1", "/m -hft S3CRET1", "/m --basic-auth user:S3CRET1", "/m --x.secret_key S3CRET1",
+    "/m --otlp-traces-headers x-auth=S3CRET1", "/m --x x-auth=S3CRET1", "/m --api-k S3CRET1", "/m --api S3CRET1",
+    "/m --admin-api-k S3CRET1", "/m --hf-to S3CRET1", "/m --ssl-keyfile-pass S3CRET1",
 ])
 def test_no_secret_of_a_command_line_comes_through(words: str) -> None:
     """The second of two keys was taken for the model, and written into the database."""

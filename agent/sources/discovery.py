@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from agent.engines import KINDS, detect, load_map
-from agent.escape import without_keys
+from agent.escape import is_secret, plain_value
 from agent.exposition import ACCEPT, PageError, Reader, decode
 from agent.model import Batch, FoundEngine
 from agent.sources.fetch import Fetcher, FetchError
@@ -90,15 +90,10 @@ def engine_of(argv: Sequence[str]) -> Named | None:
     return None
 
 
-# An option whose value is a secret, by its name: --api-key, --hf-token, --ssl-keyfile-password; not --tokenizer,
-# --max-num-batched-tokens, --long-prefill-token-threshold, nor a file that holds one.
-SECRET = re.compile(r"secret|passw|passphrase|credential|bearer|authorization|keys?(-|$)|token$"
-                    r"|(api|auth|access|admin|hf|hub|refresh|session)-?tokens(-|$)", re.IGNORECASE)
 LISTS = frozenset({"allowed-origins", "allowed-methods", "allowed-headers", "collect-detailed-traces", "cuda-graph-bs",
                    "cudagraph-capture-sizes", "lora-modules", "lora-paths", "lora-target-modules", "middleware",
                    "served-model-name"})  # options of vLLM and SGLang with several values: no model comes after them
 MODEL = frozenset({"model", "model-path", "model-id"})
-_URL = re.compile(r"""://(?:[^\s"']*@)?([^\s"'?]*)[^\s"']*""")  # without the user's and the query
 
 
 def options_of(argv: Sequence[str]) -> dict[str, str]:
@@ -115,15 +110,15 @@ def options_of(argv: Sequence[str]) -> dict[str, str]:
             continue
         name, is_joined, value = word.lstrip("-").partition("=")
         told.append((name.replace("_", "-"), [value] if is_joined else []))
-    found = {"model": told[0][1][0]} if told[0][1] else {}
+    found = {"model": plain_value(told[0][1][:1])} if told[0][1] else {}
     is_named = bool(found) or any(name in MODEL for name, _ in told)
     for name, values in told[1:]:
-        if not name or SECRET.search(name):
+        if not name or is_secret(name):
             continue
         if len(values) > 1 and not is_named and name not in LISTS:
-            found["model"] = values.pop()  # serve --port 8000 org/m
+            found["model"] = plain_value([values.pop()])  # serve --port 8000 org/m
             is_named = True
-        found[name] = without_keys(_URL.sub(r"://\1", " ".join(values)))
+        found[name] = plain_value(values)
     return found
 
 
