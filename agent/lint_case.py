@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from agent import weights
-from agent.binds import ANY, FLAGS, Flags
+from agent.binds import ANY, FLAGS, KV_FULL, Flags
 from agent.budget import number_of
 
 Word = Literal["kept", "at odds", "cannot tell"]
 LEAST_DEFAULT = 128.0  # vLLM's own --max-num-seqs: 128 on a CPU, 256 or 1,024 on GPUs (0.32, arg_utils.py)
 FEWEST_SEQS, LATENCY_SEQS, THROUGHPUT_SEQS = 16, 32, 64  # principle 1: 16–32; 64–128 or 256+
+# Of a number in the KV cache, in each engine's words; anything else is quantized (vLLM 0.32's CacheDType has 16 such).
+PLAIN_KV = frozenset({"auto", "", "bfloat16", "bf16", "float16", "fp16", "half", "f16", "float32", "float", "f32"})
+SHARES = ("gpu-memory-utilization", "mem-fraction-static", "kv-cache-free-gpu-memory-fraction", "cache-max-entry-count")
+ALL_TAKEN = r"0?\.9[5-9]\d*|1(\.0*)?"  # ours: 95 % of a GPU or more; the rest is for what a step computes
 DRAFTS = ("sc", "speculate", "model-draft", "md")  # of vLLM, TGI, llama.cpp; others begin with speculative- or spec-
 
 
@@ -155,6 +159,34 @@ def speculates(facts: Facts) -> bool | None:
     if any(name in DRAFTS or name.startswith(("speculative-", "spec-")) for name in facts.options or ()):
         return True
     return False if facts.is_whole else None
+
+
+def short_of_kv(facts: Facts) -> bool:
+    """Whether its KV cache was seen to be too small for what runs: then more seats only preempt."""
+    full = (facts.numbers.get("kv_usage") or 0.0) >= KV_FULL
+    return full or bool(facts.numbers.get("preemptions")) or (facts.binds or {}).get("by") == "kv-bound"
+
+
+def kv_dtype(facts: Facts) -> str:
+    """Of a number in its KV cache: as it was told, else as its checkpoint wants it; "auto": as the model computes."""
+    told = facts.cache.get("cache_dtype") or facts.option("kv-cache-dtype") or "auto"
+    return weights.kv_form(facts.model) or told if told == "auto" else told
+
+
+def quantized_kv(facts: Facts) -> list[str]:
+    """The forms of its KV cache that are quantized, as a person would say them."""
+    told = kv_dtype(facts)
+    forms = [told] if told != "auto" else [facts.option("cache-type-k", "ctk"), facts.option("cache-type-v", "ctv")]
+    return [f"KV cache {form}" for form in dict.fromkeys(forms) if form and form.lower() not in PLAIN_KV]
+
+
+def more_room(facts: Facts) -> list[str]:
+    """How its KV cache gets more room, of what is not taken already."""
+    is_taken = re.fullmatch(ALL_TAKEN, facts.option(*SHARES) or "") is not None
+    if facts.kind != "vllm":
+        return [facts.flags.kv] * (not is_taken)
+    fp8 = "--kv-cache-dtype fp8 after an evaluation of your own (principle 11)"
+    return ["--gpu-memory-utilization"] * (not is_taken) + [fp8] * (not quantized_kv(facts))
 
 
 def chunks(facts: Facts) -> bool | None:

@@ -17,7 +17,9 @@ from agent.lint_case import (
     chunks,
     kept,
     quantized,
+    quantized_kv,
     seats,
+    short_of_kv,
     speculates,
     unseen,
 )
@@ -30,8 +32,6 @@ ON = {True: "on", False: "off", None: "not told"}
 MOST_DROP = 1.0  # principle 11: points lost on the business's own evaluation
 READ_MODEL = "`tocsin lint` on the engine's machine, as who may read its model's folder or the cache of the hub"
 LEAST_DRAFTED = 1000.0  # ours: tokens; 400 of 1,000 are 37 to 43 % (Wilson, 95 %), 2 of 5 are 12 to 77 %
-# Of a number in the KV cache, in each engine's words; anything else is quantized (vLLM 0.32's CacheDType has 16 such).
-PLAIN_KV = frozenset({"auto", "", "bfloat16", "bf16", "float16", "fp16", "half", "f16", "float32", "float", "f32"})
 FALLS = "num_speculative_tokens_per_batch_size"  # of vLLM's --speculative-config: fewer drafts the more run
 
 
@@ -50,6 +50,9 @@ def direction(facts: Facts) -> Verdict:
     wrong = against(facts, facts.profile)
     if wrong:
         return at_odds(said, costs="; ".join(costs for costs, _ in wrong), change="; ".join(do for _, do in wrong))
+    if most is None and facts.kind == "tgi":
+        return cannot([*said, "no option of TGI's bounds it on a GPU: as many run as --max-batch-total-tokens hold"],
+                      would_tell="its load: how many ran at once stands under principles 2 and 7")
     if most is None:
         return unseen(facts, "the number of sequences", facts.flags.sequences, *said)
     if facts.profile == "latency":
@@ -76,12 +79,21 @@ def against(facts: Facts, profile: Literal["latency", "throughput"]) -> list[tup
             found.append(("a long prompt holds up everybody's next token for its whole prefill",
                           facts.flag("--enable-chunked-prefill", "turn chunked prefill on")))
         return found
-    if most is not None and most[0] < THROUGHPUT_SEQS:
+    few = most is not None and most[0] < THROUGHPUT_SEQS
+    if few:
+        more = "first more room for the KV cache, which was full (principle 2): more seats would only preempt" \
+            if short_of_kv(facts) else f"{flag} 128 (see principle 2)"
         found.append(("the GPU computes small batches: fewer tokens a second for the same money",
-                      f"{flag} 128 (see principle 2), or, if people wait for its answers, profile: latency"))
-    if speculates(facts):
-        found.append(("at large batches drafting only takes compute and memory", no_drafts(facts)))
+                      f"{more}; or, if people wait for its answers, profile: latency"))
+    if speculates(facts) and not falls(facts) and not (few and short_of_kv(facts)):
+        found.append(("at large batches drafting only takes compute and memory",
+                      f"with so many {no_drafts(facts)}" if few else no_drafts(facts)))
     return found
+
+
+def falls(facts: Facts) -> bool:
+    """Whether it drafts the less the more run, and nothing at large batches."""
+    return FALLS in (facts.option("speculative-config", "sc") or "")
 
 
 def no_drafts(facts: Facts) -> str:
@@ -148,13 +160,6 @@ def tradeoff(facts: Facts) -> Verdict:
     return kept(said)
 
 
-def quantized_kv(facts: Facts) -> list[str]:
-    """The forms of its KV cache that are quantized, as a person would say them."""
-    told = facts.cache.get("cache_dtype") or facts.option("kv-cache-dtype")
-    forms = [told] if told else [facts.option("cache-type-k", "ctk"), facts.option("cache-type-v", "ctv")]  # llama.cpp
-    return [f"KV cache {form}" for form in dict.fromkeys(forms) if form and form.lower() not in PLAIN_KV]
-
-
 def speculation(facts: Facts) -> Verdict:
     """7: speculative decoding by batch size: what it allows, else the most that was seen. A mean counts idle hours."""
     on, acceptance, most = speculates(facts), facts.numbers.get("acceptance"), seats(facts)
@@ -169,7 +174,7 @@ def speculation(facts: Facts) -> Verdict:
     if acceptance is not None and acceptance < ACCEPTED_ENOUGH and enough_drafted(facts):
         return at_odds([*told, f"under {quantity(ACCEPTED_ENOUGH, 'ratio')}"], costs="most drafting is thrown away",
                        change=f"{no_drafts(facts)}, or a draft that fits the traffic")
-    if FALLS in (facts.option("speculative-config", "sc") or ""):
+    if falls(facts):
         return kept(f"it speculates, with fewer drafts the more run ({FALLS})", *told)
     size = most or seen
     if size is None:
@@ -181,7 +186,8 @@ def speculation(facts: Facts) -> Verdict:
     if acceptance is not None and not enough_drafted(facts):
         return cannot(said, would_tell=f"the same when {LEAST_DRAFTED:,.0f} tokens were drafted")
     pays = "where it pays" if size[0] <= BATCH_GOLDEN else f"between {BATCH_GOLDEN} and {BATCH_EVEN}: profile it"
-    return kept(*said[:2], pays, *said[2:])
+    more = facts.profile == "throughput" and size[0] < THROUGHPUT_SEQS
+    return kept(*said[:2], pays, *said[2:], *["not with as many seats as throughput wants: see principle 1"] * more)
 
 
 def enough_drafted(facts: Facts) -> bool:

@@ -20,6 +20,8 @@ from agent.lint_case import (
     fewest_seats,
     form_of,
     kept,
+    kv_dtype,
+    more_room,
     most_seats,
     sequences,
     speculates,
@@ -197,14 +199,14 @@ def sizes(facts: Facts) -> Sizes:
     """
     shape = None if facts.model is None else budget.shape_of(facts.model)
     dtype = facts.option("dtype") or "auto"
-    cache = facts.cache.get("cache_dtype") or facts.option("kv-cache-dtype") or "auto"
     told = facts.cache.get("kv_cache_size_tokens")  # blocks × tokens of one are more, where layers have windows
     numbers = {name: budget.number_of(facts.numbers.get(name)) for name in ("capacity_tokens", "gpu_bytes", "gpus")}
     ranks = budget.ranks_of(facts.options, numbers["gpus"])
     has = Sizes(held(shape, form_of(facts), files_bytes=facts.weight_bytes, dtype=dtype), shape,
-                None if shape is None else budget.kv_dtype_bytes(shape, cache, dtype), ranks, sequences(facts),
-                budget.number_of(facts.context_tokens), budget.number_of(told) or numbers["capacity_tokens"],
-                numbers["gpu_bytes"], _token_bytes(facts, shape, ranks),
+                None if shape is None else budget.kv_dtype_bytes(shape, kv_dtype(facts), dtype), ranks,
+                sequences(facts), budget.number_of(facts.context_tokens),
+                budget.number_of(told) or numbers["capacity_tokens"], numbers["gpu_bytes"],
+                _token_bytes(facts, shape, ranks),
                 runs=any(facts.numbers.get(name) is not None for name in ("sequences", "kv_usage", "watched_s")),
                 offloads=facts.option(*OFFLOADS) not in (None, "0"))
     ours = None if shape is None or not has.number_bytes else budget.kv_token_bytes(shape, has.number_bytes)
@@ -278,15 +280,16 @@ def _too_full(facts: Facts, has: Sizes, seen: _Seen, said: Sequence[str]) -> Ver
     """Its KV cache was full, or takes not even one sequence of full length. What to do is a choice, and theirs."""
     longest = f"a shorter {_longest(facts)}"
     longest += f", where nobody needs {has.context:,.0f} tokens" if has.context else ""
+    room = ", ".join([*more_room(facts), "more GPUs"])
     if not seen.preempted and not seen.full:
         return at_odds(said, costs="not one sequence of full length finds room: it is refused, or never ends",
-                       change=f"{longest}; or more room for the KV cache: {facts.flags.kv}, more GPUs")
+                       change=f"{longest}; or more room for the KV cache: {room}")
     costs = "what is preempted is computed anew, while its user waits" if seen.preempted else \
         "newcomers wait for room, and what runs may be preempted as it grows"
     fewer = _fewer_seats(facts, has)
     return at_odds([*said, *_find_room(has)], costs=costs,
                    change="one of these, as you choose: more room for the KV cache ("
-                          f"{facts.flags.kv}, more GPUs, or another replica); {fewer}{longest}")
+                          f"{room}, or another replica); {fewer}{longest}")
 
 
 def _fewer_seats(facts: Facts, has: Sizes) -> str:

@@ -14,10 +14,13 @@ from agent.lint_case import (
     Verdict,
     at_odds,
     cannot,
+    fewest_seats,
     kept,
     measured,
+    more_room,
     most_seats,
     rows,
+    seats,
 )
 from agent.words import quantity, span
 
@@ -139,15 +142,21 @@ def bottleneck(facts: Facts) -> Verdict:
 
 
 def _turn(facts: Facts, by: str) -> str:
-    """The knob; of seats within what principle 1 has for what comes first."""
+    """The knob, where it is not turned as far as it goes; of seats within what principle 1 has for what comes first."""
     seen = facts.binds or {}
     evidence, knob, most = seen.get("evidence") or {}, str(seen.get("knob") or ""), most_seats(facts)
+    if by == "kv-bound":
+        room = ", ".join([*more_room(facts), "more GPUs, or another replica"])
+        return f"more KV blocks: {room}; until then fewer requests at once"
+    now, least = seats(facts), fewest_seats(facts)
+    if by == "decode-bound" and now is not None and now[0] <= least:
+        return f"replicas for more tokens a second; no fewer seats: {least} are the least of principle 1"
     if by != "sequence-cap" or facts.profile == "throughput":
         return knob
     if most is None:
         return f"{knob}; where people wait for its answers not over {LATENCY_SEQS} (principle 1), then replicas"
-    seats, fits = float(evidence.get("running") or 0.0), float(evidence.get("fits") or most)
-    if min(most, fits) <= seats:
+    taken, fits = float(evidence.get("running") or 0.0), float(evidence.get("fits") or most)
+    if min(most, fits) <= taken:
         return f"another replica: {most} sequences at once are the most where a person waits (principle 1)"
     return f"{facts.flags.sequences} up to {min(most, fits):.0f} (principle 1: {most} at most), then replicas"
 

@@ -67,6 +67,19 @@ def _quantization(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     return None
 
 
+def kv_form(config: Mapping[str, Any] | None) -> str:
+    """In which form a checkpoint wants its KV cache held: "fp8", "int8", …; "": as the model computes.
+
+    `kv_cache_scheme` of compressed-tensors and ModelOpt, or ModelOpt's `kv_cache_quant_algo`.
+    """
+    told = _quantization(config) or {}
+    scheme, algorithm = told.get("kv_cache_scheme"), told.get("kv_cache_quant_algo")
+    if isinstance(scheme, Mapping) and scheme:
+        kind, bits = scheme.get("type"), scheme.get("num_bits")
+        return "fp8" if (kind, bits) == ("float", 8) else f"{kind}{bits}"
+    return algorithm.lower() if isinstance(algorithm, str) and algorithm.lower() != "none" else ""
+
+
 def _activations(method: str, told: Mapping[str, Any]) -> bool:
     groups = told.get("config_groups")  # compressed-tensors, NVIDIA's ModelOpt
     if isinstance(groups, Mapping):

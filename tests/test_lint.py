@@ -194,6 +194,30 @@ def of_kind(kind: str, options: dict[str, str] | None = None, **more: Any) -> Fa
     ("of 32 seats ten were ever taken", 2, long({"max-num-seqs": "32"}, kv_usage=0.97, sequences=10.0,
      preemptions=2.0), "at odds", "or another replica); a shorter --max-model-len"),
     ("no seats at all", 1, facts({"max-num-seqs": "0"}, **LATENCY), "cannot tell", "number of sequences is not known"),
+    # What is taken already is not offered, and a quantized KV cache only after an evaluation.
+    ("room that is left", 2, long(kv_usage=0.97), "at odds",
+     "(--gpu-memory-utilization, --kv-cache-dtype fp8 after an evaluation of your own (principle 11), more GPUs, or"),
+    ("97 % of the card", 2, long({"max-num-seqs": "32", "gpu-memory-utilization": "0.97"}, kv_usage=0.97), "at odds",
+     "(--kv-cache-dtype fp8 after an evaluation of your own (principle 11), more GPUs, or"),
+    ("and fp8", 5, facts({"gpu-memory-utilization": ".95", "kv-cache-dtype": "fp8"}, binds={**BINDS, "by": "kv-bound"}),
+     "kept", "more KV blocks: more GPUs, or another replica; until then fewer"),
+    ("SGLang, 88 %", 5, of_kind("sglang", {"mem-fraction-static": "0.88"}, binds={**BINDS, "by": "kv-bound"}), "kept",
+     "more KV blocks: --mem-fraction-static, more GPUs"),
+    # More seats into a KV cache that is full, or for drafts that pay at few: no two principles pull apart.
+    ("throughput, preempted", 1, facts({"max-num-seqs": "16"}, numbers={"preemptions": 3.0}, **THROUGHPUT), "at odds",
+     "more seats would only preempt; or, if people wait for its answers, profile: latency"),
+    ("throughput, KV-bound", 1, facts({"max-num-seqs": "16", **SPECULATES}, binds={**BINDS, "by": "kv-bound"},
+     **THROUGHPUT),
+     "at odds", "first more room for the KV cache"),
+    ("drafts that fall with the batch", 1, facts({"max-num-seqs": "128", **FEWER_DRAFTS}, **THROUGHPUT), "kept",
+     "speculative decoding on"),
+    ("16 seats and drafts", 1, facts({"max-num-seqs": "16", **SPECULATES}, **THROUGHPUT), "at odds",
+     "profile: latency; with so many take --speculative-config away"),
+    ("16 seats and drafts", 7, facts({"max-num-seqs": "16", **SPECULATES}, **THROUGHPUT), "kept",
+     "not with as many seats as throughput wants: see principle 1"),
+    ("TGI", 1, of_kind("tgi", {}, **LATENCY), "cannot tell", "no option of TGI's bounds it on a GPU"),
+    ("at the table's least", 5, facts({"max-num-seqs": "16"}, binds={**BINDS, "by": "decode-bound"}, **LATENCY), "kept",
+     "no fewer seats: 16 are the least of principle 1"),
     # Principle 5: seats only as principle 1 has them; few requests bind nothing.
     ("it waits for work", 5, facts(binds={**BINDS, "by": "upstream", "evidence": {"gpu_util": 0.3}}), "cannot tell",
      "the same under load"),
@@ -330,6 +354,22 @@ def test_a_config_json_of_another_model_is_said_and_left_out() -> None:
         "3 of 8 sequences of full length find room at once; who comes after them waits"])
     overridden = facts({"max-num-seqs": "8"}, model=LLAMA_70B, cache={**cache, "num_gpu_blocks_override": "160"})
     assert "another model" not in " ".join(finding(2, overridden)["evidence"])  # these bytes are not of these blocks
+
+
+@pytest.mark.parametrize("quantization", [
+    {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}},
+    {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}])
+def test_a_checkpoint_that_wants_its_kv_cache_in_fp8_is_no_other_model(quantization: dict[str, Any]) -> None:
+    """Llama 3 8B: 2 × 32 × 8 × 128 × 1 byte are 65,536 a token; 4 GB for 61,035 tokens are as many."""
+    cache = {"kv_cache_size_tokens": "61035", "kv_cache_memory_bytes": "4000000000", "cache_dtype": "auto"}
+    of = facts({"max-num-seqs": "4"}, model={**LLAMA_3_8B, "quantization_config": quantization}, cache=cache,
+               context_tokens=8192.0, numbers=GPU)
+    memory = finding(2, of)
+    assert memory["verdict"] == "kept"
+    assert any(line.startswith("a token takes 65,536 bytes") for line in memory["evidence"]), memory
+    assert any("KV cache fp8" in line for line in finding(11, of)["evidence"])
+    unquantized = replace(of, cache={**cache, "cache_dtype": "bfloat16"})
+    assert "KV cache fp8" not in " ".join(finding(11, unquantized)["evidence"])
 
 
 @pytest.mark.parametrize("size", ["²", "٣", "9" * 400, "9" * 5000, "-1", "1e3", "nan"])
