@@ -20,6 +20,7 @@ KV_FULL = 0.85  # checklist 10, row 2 of the seeds: over it a newcomer finds no 
 KV_LOW = 0.5
 HALF = 0.5
 MOST = 0.8  # of the reads
+MOST_FIT = 1e9  # requests; no engine runs so many
 LEAST_INSIDE = 0.5  # requests in it on average: under that it mostly does nothing
 LEAST_READS = 2  # one read shows no rate, and no standing still
 
@@ -296,10 +297,11 @@ ORDER: tuple[Callable[[Seen], Bound | None], ...] = (_blind, _hardware, _idle, _
 
 def concurrency_that_fits(seen: Seen) -> int | None:
     """How many requests as long as those that run now fit under 85 % of the KV cache: 0.85 × running ÷ usage."""
-    used = [(read.running, read.kv) for read in seen.reads if read.kv and read.running > 0]
+    used = [(read.running, read.kv) for read in seen.reads if read.kv and read.kv > 0 and read.running > 0]
     if not used:
         return None
-    return int(KV_FULL * sum(running for running, _ in used) / sum(kv for _, kv in used))
+    fits = KV_FULL * sum(running for running, _ in used) / sum(kv for _, kv in used)
+    return int(min(fits, MOST_FIT))  # a page may say that a cache is 1e-320 full
 
 
 def _prefill(seen: Seen, why: str, **evidence: float | None) -> Bound:

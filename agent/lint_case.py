@@ -115,6 +115,9 @@ def unseen(facts: Facts, what: str, option: str, *said: str) -> Verdict:
     if is_hidden(hidden):
         return cannot([*said, f"{what} is not known: {option} {hidden} is of its pod's environment"],
                       would_tell=f"the number itself after {option}, or components/node-processes")
+    if option.lstrip("-") in SEQUENCES and hidden is not None:
+        return cannot([*said, f"{what} is not known: {option} {hidden[:20]} is none"],
+                      would_tell=f"{option} with a whole number over 0 on its command line")
     why = "its --config file may say it" if "config" in facts.options else "what this engine does without is not known"
     return cannot([*said, f"{what} is not known: its command line does not say, and {why}"],
                   would_tell=f"{option} on its command line")

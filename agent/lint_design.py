@@ -64,7 +64,7 @@ def direction(facts: Facts) -> Verdict:
     if drafts is None:
         return unseen(facts, "speculative decoding", facts.flag("--speculative-config", "speculative decoding"), *said)
     return kept(*said, *["chunked prefill may stay on: vLLM warns that without it it may crash or answer wrongly"]
-                * (chunked is not False))
+                * (chunked is not False), *["it drafts the less, the more run: principle 7"] * falls(facts))
 
 
 def against(facts: Facts, profile: Literal["latency", "throughput"]) -> list[tuple[str, str]]:

@@ -26,7 +26,7 @@ from agent.lint_case import (
     sequences,
     speculates,
 )
-from agent.weights import Held, held
+from agent.weights import Held, held, kv_form
 from agent.words import quantity, span
 
 SEEN_S = 600.0  # ours: so long it was watched before "was not full" says something
@@ -202,17 +202,29 @@ def sizes(facts: Facts) -> Sizes:
     told = facts.cache.get("kv_cache_size_tokens")  # blocks × tokens of one are more, where layers have windows
     numbers = {name: budget.number_of(facts.numbers.get(name)) for name in ("capacity_tokens", "gpu_bytes", "gpus")}
     ranks = budget.ranks_of(facts.options, numbers["gpus"])
+    token = _token_bytes(facts, shape, ranks)
     has = Sizes(held(shape, form_of(facts), files_bytes=facts.weight_bytes, dtype=dtype), shape,
-                None if shape is None else budget.kv_dtype_bytes(shape, kv_dtype(facts), dtype), ranks,
+                None if shape is None else _number_bytes(facts, shape, dtype, token), ranks,
                 sequences(facts), budget.number_of(facts.context_tokens),
                 budget.number_of(told) or numbers["capacity_tokens"], numbers["gpu_bytes"],
-                _token_bytes(facts, shape, ranks),
+                token,
                 runs=any(facts.numbers.get(name) is not None for name in ("sequences", "kv_usage", "watched_s")),
                 offloads=facts.option(*OFFLOADS) not in (None, "0"))
     ours = None if shape is None or not has.number_bytes else budget.kv_token_bytes(shape, has.number_bytes)
-    if ours and has.token and not speculates(facts) and not 1 / ALIKE <= has.token / ours <= ALIKE:
+    if ours and has.token and not speculates(facts) and not _alike(has.token, ours):
         return has._replace(weights=None, shape=None, number_bytes=None, other=ours)
     return has
+
+
+def _number_bytes(facts: Facts, shape: budget.Shape, dtype: str, token: float | None) -> float | None:
+    """Of a number in the KV cache. An engine may not follow what its checkpoint wants: its own bytes tell."""
+    size, plain = (budget.kv_dtype_bytes(shape, cache, dtype) for cache in (kv_dtype(facts), "auto"))
+    follows_not = token and plain and kv_form(facts.model) and _alike(token, budget.kv_token_bytes(shape, plain))
+    return plain if follows_not else size
+
+
+def _alike(told: float, ours: float) -> bool:
+    return 1 / ALIKE <= told / ours <= ALIKE
 
 
 def _token_bytes(facts: Facts, shape: budget.Shape | None, ranks: budget.Ranks) -> float | None:

@@ -21,6 +21,7 @@ from agent.lint_case import (
     most_seats,
     rows,
     seats,
+    short_of_kv,
 )
 from agent.words import quantity, span
 
@@ -151,6 +152,8 @@ def _turn(facts: Facts, by: str) -> str:
     now, least = seats(facts), fewest_seats(facts)
     if by == "decode-bound" and now is not None and now[0] <= least:
         return f"replicas for more tokens a second; no fewer seats: {least} are the least of principle 1"
+    if by == "sequence-cap" and short_of_kv(facts):
+        return "another replica, or first more room for the KV cache: it was full before (principle 2)"
     if by != "sequence-cap" or facts.profile == "throughput":
         return knob
     if most is None:

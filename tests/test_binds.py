@@ -113,6 +113,8 @@ def test_how_many_fit_is_worked_out_from_those_that_run() -> None:
     assert concurrency_that_fits(seen((4, 0, 0.8), (4, 0, 0.8))) == 4
     assert concurrency_that_fits(seen((16, 0, 0.4))) == 34
     assert concurrency_that_fits(seen((0, 0, 0.0))) is None
+    assert concurrency_that_fits(seen((9, 0, 1e-323), (9, 0, 1e-323))) == 1_000_000_000  # a page that says nonsense
+    assert concurrency_that_fits(seen((9, 0, 0.5), (9, 0, -0.5))) == 15
 
 
 # --- from windows -----------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def of_kind(kind: str, options: dict[str, str] | None = None, **more: Any) -> Fa
      gpu_bytes=24e9), "cannot tell", "part of its weights lies in the host's memory"),
     ("of 32 seats ten were ever taken", 2, long({"max-num-seqs": "32"}, kv_usage=0.97, sequences=10.0,
      preemptions=2.0), "at odds", "or another replica); a shorter --max-model-len"),
-    ("no seats at all", 1, facts({"max-num-seqs": "0"}, **LATENCY), "cannot tell", "number of sequences is not known"),
+    ("no seats at all", 1, facts({"max-num-seqs": "0"}, **LATENCY), "cannot tell", "--max-num-seqs 0 is none"),
     # What is taken already is not offered, and a quantized KV cache only after an evaluation.
     ("room that is left", 2, long(kv_usage=0.97), "at odds",
      "(--gpu-memory-utilization, --kv-cache-dtype fp8 after an evaluation of your own (principle 11), more GPUs, or"),
@@ -210,11 +210,13 @@ def of_kind(kind: str, options: dict[str, str] | None = None, **more: Any) -> Fa
      **THROUGHPUT),
      "at odds", "first more room for the KV cache"),
     ("drafts that fall with the batch", 1, facts({"max-num-seqs": "128", **FEWER_DRAFTS}, **THROUGHPUT), "kept",
-     "speculative decoding on"),
+     "it drafts the less, the more run: principle 7"),
     ("16 seats and drafts", 1, facts({"max-num-seqs": "16", **SPECULATES}, **THROUGHPUT), "at odds",
      "profile: latency; with so many take --speculative-config away"),
     ("16 seats and drafts", 7, facts({"max-num-seqs": "16", **SPECULATES}, **THROUGHPUT), "kept",
      "not with as many seats as throughput wants: see principle 1"),
+    ("seats in a cache that was full", 5, facts(binds=CAP, numbers={"preemptions": 3.0}, **THROUGHPUT), "kept",
+     "turn there: another replica, or first more room"),
     ("TGI", 1, of_kind("tgi", {}, **LATENCY), "cannot tell", "no option of TGI's bounds it on a GPU"),
     ("at the table's least", 5, facts({"max-num-seqs": "16"}, binds={**BINDS, "by": "decode-bound"}, **LATENCY), "kept",
      "no fewer seats: 16 are the least of principle 1"),
@@ -368,6 +370,9 @@ def test_a_checkpoint_that_wants_its_kv_cache_in_fp8_is_no_other_model(quantizat
     assert memory["verdict"] == "kept"
     assert any(line.startswith("a token takes 65,536 bytes") for line in memory["evidence"]), memory
     assert any("KV cache fp8" in line for line in finding(11, of)["evidence"])
+    kept_plain = {**cache, "kv_cache_size_tokens": "30517"}  # 131,074 bytes: this engine does not do so
+    assert any(line.startswith("a token takes 131,072 bytes") for line in finding(2, replace(of, cache=kept_plain)
+                                                                                  )["evidence"])
     unquantized = replace(of, cache={**cache, "cache_dtype": "bfloat16"})
     assert "KV cache fp8" not in " ".join(finding(11, unquantized)["evidence"])
 

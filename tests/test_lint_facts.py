@@ -432,6 +432,14 @@ def test_where_neither_fits_experts_that_may_be_spread_are_not_refused() -> None
     assert found["evidence"][0].startswith("room for between 0 and 12 sequences of full length: experts are spread")
 
 
+def test_refused_with_its_experts_spread_too_nobody_says_on_how_few_gpus() -> None:
+    """Two engines on two cards: 344 GB on a card of 141 where experts are spread, and how many are is not told."""
+    options = {"max-num-seqs": "4", "data-parallel-size": "2", "enable-expert-parallel": ""}
+    found = finding(2, DEEPSEEK_V3, options, context_tokens=32768.0, weight_bytes=688.6e9,
+                    numbers={"gpu_bytes": 141e9, "gpus": 2.0})
+    assert (found["verdict"], found["change"]) == ("at odds", "more GPUs, or a smaller or quantized model")
+
+
 def test_a_latent_is_on_every_rank() -> None:
     """V3 on eight cards: of 141 ÷ 1.2 = 117.5 GB are 29.9 left beside 86.1 + 1.5, for twelve sequences of 2.3 GB."""
     found = finding(2, DEEPSEEK_V3, {"max-num-seqs": "16", "tensor-parallel-size": "8"}, context_tokens=32768.0,
