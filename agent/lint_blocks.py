@@ -32,15 +32,21 @@ DRILLED: Mapping[str, Drilled] = {
 
 
 def profile_block(facts: Facts) -> str:
-    """That latency comes first."""
+    """That latency comes first. The address of a pod ends with it: it is never written down."""
+    if facts.pods_of and not facts.configured:
+        return "--profile latency (or throughput) on this command"
     name = f"name: {_word(facts.configured)}, " if facts.configured else ""
     return (f"this in tocsin.yaml (or throughput), or --profile latency:\n"
             f"  engines: [{{{name}url: {_word(_url(facts))}, profile: latency}}]")
 
 
 def canary_block(facts: Facts, why: str) -> str:
-    """A canary at users' address and the engine's own."""
+    """A canary at users' address and the engine's own; of a pod at users' alone, which outlives it."""
     model = f", model: {_word(facts.served)}" if facts.served else ""
+    if facts.pods_of and not facts.configured:
+        return ("a canary where users ask; this in tocsin.yaml, with the address of its gateway or its Service in place"
+                f" of {USERS}:\n"
+                f"  probe: {{canary: {{urls: [{_word(USERS)}]{model}}}}}")
     return (f"{why}; this in tocsin.yaml, with the address that users use in place of {USERS}:\n"
             f"  probe: {{canary: {{urls: [{_word(USERS)}, {_word(_url(facts))}]{model}}}}}")
 

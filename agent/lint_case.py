@@ -18,6 +18,7 @@ FEWEST_SEQS, LATENCY_SEQS, THROUGHPUT_SEQS = 16, 32, 64  # principle 1: 16–32;
 PLAIN_KV = frozenset({"auto", "", "bfloat16", "bf16", "float16", "fp16", "half", "f16", "float32", "float", "f32"})
 SHARES = ("gpu-memory-utilization", "mem-fraction-static", "kv-cache-free-gpu-memory-fraction", "cache-max-entry-count")
 ALL_TAKEN = r"0?\.9[5-9]\d*|1(\.0*)?"  # ours: 95 % of a GPU or more; the rest is for what a step computes
+QUANTIZATION = ("quantization", "quantize", "q")  # of vLLM and SGLang, TGI, LMDeploy
 DRAFTS = ("sc", "speculate", "model-draft", "md")  # of vLLM, TGI, llama.cpp; others begin with speculative- or spec-
 
 
@@ -59,6 +60,10 @@ class Facts:
         """The value of the first of these options that its command line has; None: none of them."""
         options = self.options or {}
         return next((options[name] for name in names if name in options), None)
+
+    def hides(self, *names: str) -> bool:
+        """Whether one of these options stands there with a value that nobody here sees."""
+        return any(is_hidden(self.option(name)) for name in names)
 
     @property
     def flags(self) -> Flags:
@@ -114,7 +119,7 @@ def unseen(facts: Facts, what: str, option: str, *said: str) -> Verdict:
     hidden = facts.option(option.lstrip("-"))
     if is_hidden(hidden):
         return cannot([*said, f"{what} is not known: {option} {hidden} is of its pod's environment"],
-                      would_tell=f"the number itself after {option}, or components/node-processes")
+                      would_tell=f"the value itself after {option}, or components/node-processes")
     if option.lstrip("-") in SEQUENCES and hidden is not None:
         return cannot([*said, f"{what} is not known: {option} {hidden[:20]} is none"],
                       would_tell=f"{option} with a whole number over 0 on its command line")
@@ -159,6 +164,8 @@ def speculates(facts: Facts) -> bool | None:
     """Whether it drafts tokens."""
     if facts.numbers.get("acceptance") is not None:
         return True
+    if facts.hides(*DRAFTS, *(name for name in facts.options or () if name.startswith(("speculative-", "spec-")))):
+        return None
     if any(name in DRAFTS or name.startswith(("speculative-", "spec-")) for name in facts.options or ()):
         return True
     return False if facts.is_whole else None
@@ -180,7 +187,8 @@ def quantized_kv(facts: Facts) -> list[str]:
     """The forms of its KV cache that are quantized, as a person would say them."""
     told = kv_dtype(facts)
     forms = [told] if told != "auto" else [facts.option("cache-type-k", "ctk"), facts.option("cache-type-v", "ctv")]
-    return [f"KV cache {form}" for form in dict.fromkeys(forms) if form and form.lower() not in PLAIN_KV]
+    return [f"KV cache {form}" for form in dict.fromkeys(forms)
+            if form and form.lower() not in PLAIN_KV and not is_hidden(form)]
 
 
 def more_room(facts: Facts) -> list[str]:
@@ -194,6 +202,8 @@ def more_room(facts: Facts) -> list[str]:
 
 def chunks(facts: Facts) -> bool | None:
     """Whether long prompts are computed in parts; vLLM does since 0.8, unless told not to."""
+    if facts.hides("enable-chunked-prefill", "no-enable-chunked-prefill", "chunked-prefill-size"):
+        return None
     told, size = facts.option("enable-chunked-prefill"), facts.option("chunked-prefill-size")  # SGLang's is a size
     if facts.option("no-enable-chunked-prefill") is not None or size == "-1":
         return False
@@ -204,7 +214,7 @@ def chunks(facts: Facts) -> bool | None:
 
 def form_of(facts: Facts) -> weights.Form:
     """In which form its weights are, by its flag and its model's config.json."""
-    return weights.form_of(facts.option("quantization", "quantize", "q") or "", facts.model)
+    return weights.form_of(facts.option(*QUANTIZATION) or "", facts.model)
 
 
 def quantized(facts: Facts) -> tuple[str, bool | None] | None:
@@ -212,9 +222,9 @@ def quantized(facts: Facts) -> tuple[str, bool | None] | None:
 
     None: nobody knows.
     """
-    form = form_of(facts)
-    if is_hidden(form.name):
+    if facts.hides(*QUANTIZATION):
         return None
+    form = form_of(facts)
     if not form.name:
         return None if facts.model is None or not facts.is_whole else ("", False)
     return form.name, form.activations

@@ -9,12 +9,14 @@ from agent.lint_blocks import profile_block
 from agent.lint_case import (
     FEWEST_SEQS,
     LATENCY_SEQS,
+    QUANTIZATION,
     THROUGHPUT_SEQS,
     Facts,
     Verdict,
     at_odds,
     cannot,
     chunks,
+    is_hidden,
     kept,
     quantized,
     quantized_kv,
@@ -32,6 +34,7 @@ ON = {True: "on", False: "off", None: "not told"}
 MOST_DROP = 1.0  # principle 11: points lost on the business's own evaluation
 READ_MODEL = "`tocsin lint` on the engine's machine, as who may read its model's folder or the cache of the hub"
 LEAST_DRAFTED = 1000.0  # ours: tokens; 400 of 1,000 are 37 to 43 % (Wilson, 95 %), 2 of 5 are 12 to 77 %
+KV_DTYPES = ("kv-cache-dtype", "cache-type-k", "ctk", "cache-type-v", "ctv")
 FALLS = "num_speculative_tokens_per_batch_size"  # of vLLM's --speculative-config: fewer drafts the more run
 
 
@@ -57,14 +60,15 @@ def direction(facts: Facts) -> Verdict:
         return unseen(facts, "the number of sequences", facts.flags.sequences, *said)
     if facts.profile == "latency":
         if chunked is None:
-            return unseen(facts, "chunked prefill", facts.flags.chunk, *said)
+            return unseen(facts, "chunked prefill", facts.flag("--enable-chunked-prefill", facts.flags.chunk), *said)
         few = f"fewer than {FEWEST_SEQS}: short gaps, and who comes while all {most[0]:.0f} are taken waits"
         return kept(*said, *[few] * (most[0] < FEWEST_SEQS),
                     *["whether to draft: principle 7"] * (drafts is not True))
-    if drafts is None:
+    fewer = falls(facts)
+    if drafts is None or fewer is None:
         return unseen(facts, "speculative decoding", facts.flag("--speculative-config", "speculative decoding"), *said)
     return kept(*said, *["chunked prefill may stay on: vLLM warns that without it it may crash or answer wrongly"]
-                * (chunked is not False), *["it drafts the less, the more run: principle 7"] * falls(facts))
+                * (chunked is not False), *["it drafts the less, the more run: principle 7"] * fewer)
 
 
 def against(facts: Facts, profile: Literal["latency", "throughput"]) -> list[tuple[str, str]]:
@@ -85,15 +89,16 @@ def against(facts: Facts, profile: Literal["latency", "throughput"]) -> list[tup
             if short_of_kv(facts) else f"{flag} 128 (see principle 2)"
         found.append(("the GPU computes small batches: fewer tokens a second for the same money",
                       f"{more}; or, if people wait for its answers, profile: latency"))
-    if speculates(facts) and not falls(facts) and not (few and short_of_kv(facts)):
+    if speculates(facts) and falls(facts) is False and not (few and short_of_kv(facts)):
         found.append(("at large batches drafting only takes compute and memory",
                       f"with so many {no_drafts(facts)}" if few else no_drafts(facts)))
     return found
 
 
-def falls(facts: Facts) -> bool:
-    """Whether it drafts the less the more run, and nothing at large batches."""
-    return FALLS in (facts.option("speculative-config", "sc") or "")
+def falls(facts: Facts) -> bool | None:
+    """Whether it drafts the less the more run, and nothing at large batches; None: a variable says it."""
+    told = facts.option("speculative-config", "sc") or ""
+    return None if is_hidden(told) else FALLS in told
 
 
 def no_drafts(facts: Facts) -> str:
@@ -107,6 +112,8 @@ def no_drafts(facts: Facts) -> str:
 def _form_unknown(facts: Facts) -> Verdict:
     if facts.options is None:
         return unseen(facts, "whether it is quantized", "its form")
+    if facts.hides(*QUANTIZATION):
+        return unseen(facts, "whether it is quantized", f"--{next(name for name in QUANTIZATION if facts.hides(name))}")
     if facts.model is None:
         return cannot("whether it is quantized is not known: no option says so, and its model's config.json cannot be"
                       " read here", would_tell=READ_MODEL)
@@ -145,6 +152,9 @@ def tradeoff(facts: Facts) -> Verdict:
     """11: quantization costs accuracy."""
     form = quantized(facts)
     names = [name for name in (form[0] if form else "", *quantized_kv(facts)) if name]
+    hidden = next((name for name in KV_DTYPES if facts.hides(name)), None)
+    if not names and form is not None and hidden is not None and not facts.cache.get("cache_dtype"):
+        return unseen(facts, "whether its KV cache is quantized", f"--{hidden}")
     if not names:
         return _form_unknown(facts) if form is None else kept("not quantized")
     before, after = facts.evidence.get("score_before"), facts.evidence.get("score_after")
@@ -174,6 +184,8 @@ def speculation(facts: Facts) -> Verdict:
     if acceptance is not None and acceptance < ACCEPTED_ENOUGH and enough_drafted(facts):
         return at_odds([*told, f"under {quantity(ACCEPTED_ENOUGH, 'ratio')}"], costs="most drafting is thrown away",
                        change=f"{no_drafts(facts)}, or a draft that fits the traffic")
+    if falls(facts) is None:
+        return unseen(facts, "it speculates, and whether with fewer drafts the more run", drafting, *told)
     if falls(facts):
         return kept(f"it speculates, with fewer drafts the more run ({FALLS})", *told)
     size = most or seen

@@ -41,8 +41,16 @@ ENTRYPOINTS: Mapping[str, tuple[str, ...]] = {
 SHELLS = ("sh", "bash", "ash", "dash")
 # A value of the container's environment: `$(VAR)` is the kubelet's, `$VAR` and `${VAR}` a shell's. It is not looked up:
 # it may be a secret's.
-UNKNOWN = re.compile(r"\$[({A-Za-z_@*]")
-MANY = re.compile(r"\$\{?[@*]|\[[@*]|\$[({]?\w*(?:ARGS|OPT|FLAGS|EXTRA)", re.IGNORECASE)  # more options than one
+UNKNOWN = re.compile(r"\$[({\w@*]")
+# Options that have a value for certain: after any other a variable may be an option as well.
+VALUED = re.compile(r"""-(tp|pp|dp|np|ngl|c|m|q|p|O)|--(?!enable|disable|no-|use-|skip-|allow-|log-requests)[\w-]*(
+    seqs|requests|size|len|length|tokens|port|host|hostname|dtype|utilization|fraction|model|name|path|dir|id|config
+    |parser|tokenizer|template|revision|seed|space|backend|num-shard|quantization|quantize|parallel|blocks-override
+    |mode|level|policy|role|rank|factor|scaling|key|token)""", re.VERBOSE)
+# Of a script: what is quoted, a comment, the end of a line.
+OUTSIDE = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|(?<![^\s;&|()])#[^\n]*|\n""", re.DOTALL)
+# More options than one, or perhaps none.
+MANY = re.compile(r"\$\{?[@*]|\[[@*]|\$[({]?\w*(?:ARGS|OPT|FLAGS|EXTRA)|\$\{\w+:?\+|\$\{[^}]*$", re.IGNORECASE)
 DEFAULT_PORTS: Mapping[str, int] = {"sglang": 30000, "llamacpp": 8080, "lmdeploy": 23333, "triton": 8002, "tgi": 80}
 
 
@@ -78,8 +86,10 @@ def _argv(container: Mapping[str, Any]) -> list[str]:
 
 def _in_shell(script: str) -> list[str]:
     """The one command of a script that starts an engine; [] where none or several do, or it runs others."""
-    flat = re.sub(r"(?<=\s)[0-9]?>{1,2}&?\s*[^\s;|&]+", " ", script.replace("\\\n", " "))  # where it writes to
-    lexer = shlex.shlex(flat.replace("\n", ";"), posix=True, punctuation_chars=True)
+    if "<<" in script:
+        return []
+    flat = re.sub(r"(?<=\s)[0-9]?>{1,2}&?\s*[^\s;|&]+", " ", OUTSIDE.sub(_unquoted, script))  # where it writes to
+    lexer = shlex.shlex(flat, posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     try:
         words = list(lexer)
@@ -95,6 +105,11 @@ def _in_shell(script: str) -> list[str]:
     return found[0] if len(found) == 1 and not runs_others else []
 
 
+def _unquoted(part: re.Match[str]) -> str:
+    """What stands for a line's end, a comment, and a line that goes on; what is quoted stays."""
+    return {"\n": ";", "\\\n": " ", "#": ""}.get(part[0] if part[0][0] != "#" else "#", part[0])
+
+
 def _named(argv: Sequence[str]) -> Named | None:
     """As engine_of; its port is 0 where a variable says it."""
     return engine_of([re.sub(r"\$[({]?[\w.-]+[)}]?", "0", word) for word in argv])
@@ -102,7 +117,8 @@ def _named(argv: Sequence[str]) -> Named | None:
 
 def _hides_more(argv: Sequence[str]) -> bool:
     """Whether a variable stands in it that may be several options, or one with its value."""
-    return any(MANY.search(word) or (UNKNOWN.match(word) and not before.startswith("-") and before != "serve")
+    return any(MANY.search(word) or (UNKNOWN.search(word) and not re.match(r"--?[\w.-]+=", word)
+                                     and not VALUED.fullmatch(before.replace("_", "-")) and before != "serve")
                for before, word in pairwise(argv))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,20 @@ def of_shell(script: str) -> dict[str, Any]:
     ("one that counts the GPUs: what comes after is not read", of_shell(
         "vllm serve m --tensor-parallel-size $(nvidia-smi -L | wc -l) --max-num-seqs 32"), {}),
     ("the same, as it was written of old", of_shell("vllm serve m -tp `nproc` --max-num-seqs 32"), {}),
+    ("a comment is none of its options", of_shell(
+        f"vllm serve m --max-num-seqs 32 # --max-num-seqs 256 {SECRET}\n# vllm serve it's not this"),
+     {"model": "m", "max-num-seqs": "32"}),
+    ("a comment ends a command that went on", of_shell("vllm serve m \\\n  # --max-num-seqs 256\n  --enforce-eager\n"),
+     {"model": "m"}),
+    ("a mark in a word or in quotes is no comment", of_shell("vllm serve m#1 --chat-template '# a\n# b' --port 8000"),
+     {"model": "m#1", "chat-template": "# a\n# b", "port": "8000"}),
+    ("a word after one that has no value", of_shell("vllm serve m --enable-prefix-caching $MORE"), {}),
+    ("the same of the kubelet", {"command": SERVE, "args": ["--enable-expert-parallel", "$(MORE)"]}, {}),
+    ("what its caller says", of_shell("vllm serve m --max-num-seqs 32 --enforce-eager $1"), {}),
+    ("options that may be there", of_shell("vllm serve m --max-num-seqs 32 ${QUANT:+--quantization fp8}"), {}),
+    ("a value that may be there", of_shell('vllm serve m --max-num-seqs "${SEATS:+32}"'), {}),
+    ("a name that nobody sees", of_shell("vllm serve m --$NAME=1"), {}),
+    ("a document in it", of_shell("cat <<E >/c\nvllm serve m --max-num-seqs 256\nE\nexec /start"), {}),
     ("a script with two", of_shell("if a; then b; fi; vllm serve m --max-num-seqs 32 || vllm serve m"), {}),
     ("a script that no shell would read", of_shell("vllm serve 'm"), {}),
     ("a script of another program", of_shell("python serve.py --max-num-seqs 32"), {}),
@@ -95,6 +110,33 @@ def test_a_value_that_nobody_sees_is_not_vllm_s_default(story: str, seats: str, 
     of = Facts("e", "vllm", profile="latency", options={"model": "m", "max-num-seqs": seats})
     (found,) = (one for one in lint.judge(of) if one["number"] == 1)
     assert (found["verdict"], words in "; ".join(found["evidence"])) == (verdict, True), (story, found)
+
+
+@pytest.mark.parametrize(("number", "options", "more"), [
+    (1, {"max-num-seqs": "32", "enable-chunked-prefill": "$(C)"}, {"profile": "latency"}),
+    (1, {"max-num-seqs": "64", "speculative-config": "$(S)"}, {"profile": "throughput"}),
+    (1, {"np": "64", "speculative-config": "$(S)"}, {"profile": "throughput", "numbers": {"acceptance": 0.9}}),
+    (6, {"quantization": "$(Q)"}, {"model": {}}), (11, {"quantization": "${Q}"}, {"model": {}}),
+    (7, {"max-num-seqs": "128", "speculative-config": "$(S)"}, {}),
+    (7, {"max-num-seqs": "128", "speculative-config": "$(S)"}, {"numbers": {"acceptance": 0.9, "drafted": 9e5}}),
+    (11, {"kv-cache-dtype": "$(KV)"}, {"model": {}}),
+])
+def test_no_judge_takes_a_variable_for_a_value(number: int, options: dict[str, str], more: dict[str, Any]) -> None:
+    """`--kv-cache-dtype "$(KV)"` was at odds, as quantized; `--quantization "$(Q)"` stood not on the command line."""
+    (found,) = (one for one in lint.judge(Facts("e", "vllm", options=options, **more)) if one["number"] == number)
+    name, value = list(options.items())[-1]
+    assert found["verdict"] == "cannot tell"
+    assert f"--{name} {value} is of its pod's environment" in "; ".join(found["evidence"])
+
+
+def test_no_block_pins_the_address_of_a_pod() -> None:
+    """What is configured is no found pod any more, and after the next rollout its address is nobody's: engine-down."""
+    of = Facts("llm/vllm#0", "vllm", pods_of="llm/vllm", url="http://10.42.0.7:8000", signals=[])
+    told = json.dumps(lint.judge(of))
+    assert "10.42.0.7" not in told
+    assert '"--profile latency (or throughput) on this command"' in told
+    assert 'urls: [\\"http://USERS\\"]' in told
+    assert "10.42.0.7" in json.dumps(lint.judge(replace(of, configured="e")))  # somebody wrote it down
 
 
 # ---- what the agent remembers ----
