@@ -560,7 +560,8 @@ def test_what_an_engine_was_started_with_is_whole(line: str, want: dict[str, str
     '/m --x {"passphrase":"S3CRET1"}', '/m --x {"pwd":"S3CRET1"}', '/m --x {"auth":{"a":"S3CRET1"}}',
     '/m --x {"secret":"S3CRET1","secret":1}', '/m --x {"redis":"user:S3CRET1@h:1"}', "/m --x user:S3\"CRET1S3CRET@h:1",
     '/m --x {"a":"{\\"secret_key\\":\\"S3CRET1\\"}"}', "/m --x {'secret_key':'S3CRET1'}", "/m --x secretKey=S3CRET1",
-    "/m --x a=b,pwd:one S3CRET1", "/m -hft S3CRET1", "/m --basic-auth user:S3CRET1", "/m --x.secret_key S3CRET1",
+    "/m --x a=b,pwd:one S3CRET1", "/m -hft S3CRET1", "/m --api-key -S3CRET1 --x",
+    "/m --basic-auth user:S3CRET1", "/m --x.secret_key S3CRET1",
     "/m --otlp-traces-headers x-auth=S3CRET1", "/m --x x-auth=S3CRET1", "/m --api-k S3CRET1", "/m --api S3CRET1",
     "/m --admin-api-k S3CRET1", "/m --hf-to S3CRET1", "/m --ssl-keyfile-pass S3CRET1",
 ])

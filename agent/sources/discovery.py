@@ -105,7 +105,9 @@ def options_of(argv: Sequence[str]) -> dict[str, str]:
     words = [] if at is None else list(argv[at:])
     told: list[tuple[str, list[str]]] = [("", [])]  # before the first option stands the model
     for word in words:
-        if not word.startswith("-") or word[1:2].isdigit():
+        name, values = told[-1]
+        is_key = len(word) > 6 and word[1] != "-" and not values and is_secret(name)  # of llama.cpp
+        if not word.startswith("-") or word[1:2].isdigit() or is_key:
             told[-1][1].append(word)
             continue
         name, is_joined, value = word.lstrip("-").partition("=")
