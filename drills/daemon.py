@@ -133,7 +133,8 @@ class Daemon:
         with self._lock:
             if self.active() is not None:
                 raise Busy(f"{self._run} is under way; `tocsin drill abort` ends it")
-            over, awaited = threading.Event(), SimpleQueue[tuple[subprocess.Popen[bytes], str] | None]()
+            over = threading.Event()
+            awaited: SimpleQueue[tuple[subprocess.Popen[bytes], str] | None] = SimpleQueue()
             # First: a run that nobody sees to its end would be under way for ever.
             begin(self._await_next, f"run of {name}", awaited, over)
             try:
