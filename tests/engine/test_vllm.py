@@ -130,7 +130,9 @@ def test_h1_the_queue_age_is_that_of_the_oldest_request_without_its_first_token(
         error = min((said["value"] - story.load.oldest_wait_s(at + step / 100) for step in around), key=abs)
         assert -poll_s - late_s <= error <= 2.0, (at - story.began, said, story.load.oldest_wait_s(at), late_s)
         errors += [error] * (said["value"] > 1)
-    assert errors, "no read met a queue that had waited for a second"
+    longest_s = max(story.load.ttfts_s())
+    # A machine that nobody else uses may serve all of them so fast that no read meets one that has waited.
+    assert errors or longest_s < 1.0 + POLL_S, f"no read met a wait of over a second; the longest was {longest_s:.1f} s"
     print(f"queue-age: {len(errors)} reads over 1 s, off by {min(errors):.2f} to {max(errors):.2f} s")
 
 
