@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent.scaling import IN_FOR_S, IN_S, OUT_S
-from agent.words import quantity, span, warm_pool
+from agent.words import quantity, span
 
 FITS = 0.8  # checklist 1: share of a GPU's memory that weights may take
 TIGHT = 0.7
@@ -445,8 +445,8 @@ def autoscaling(*, startup_s: float, spike_per_s: float | None = None, replica_p
     if spike_per_s is not None and replica_per_s:
         pool = math.ceil(spike_per_s / replica_per_s - 1e-9)
         numbers |= {"warm_pool": pool, "spike_per_s": spike_per_s, "replica_per_s": replica_per_s}
-        said = warm_pool(spike_per_s, replica_per_s, pool)
-        why.append(said[0].lower() + said[1:])
+        why.append(f"a spike shorter than a start must meet a warm pool: {spike_per_s:.3g} requests/s at its height ÷"
+                   f" {replica_per_s:.3g} of a replica = {pool} in all")
         warm = f", {pool} warm"
     out, back = f"over {span(OUT_S)}", f"under {span(IN_S)} for {span(IN_FOR_S)}"
     by = f"queue age {out}, TTFT rising or more waiting than free KV slots"

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from agent.advise import gb, kv_bytes_per_token
+from agent.advise import gb
 
 HEADROOM = 0.2  # principle 2
 NODE_GPUS = 8  # tensor parallelism asks for NVLink between all its ranks
@@ -187,9 +187,7 @@ def kv_copies(shape: Shape, ranks: Ranks) -> float:
 
 def kv_token_bytes(shape: Shape, dtype_bytes: float) -> float:
     """KV bytes of one token over all ranks, while every layer keeps it."""
-    if shape.latent:
-        return shape.layers * shape.latent * dtype_bytes
-    return kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, dtype_bytes)
+    return shape.layers * shape.numbers * dtype_bytes
 
 
 def kv_sequence_bytes(shape: Shape, dtype_bytes: float, tokens: float, *, is_whole: bool = False) -> float:

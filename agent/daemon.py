@@ -119,6 +119,11 @@ def local_port(url: str) -> int:
     return int(port) if is_local(host.strip("[]")) else 0
 
 
+def is_same(one: str, other: str) -> bool:
+    """Whether two addresses are of one engine, however each is written."""
+    return address_of(one) == address_of(other) or 0 != local_port(one) == local_port(other)
+
+
 def real_gpus() -> list[Source]:
     """What tells of this machine's GPUs."""
     from agent.sources.nvml import NvmlSource  # 4 MiB that a node without GPUs need not hold
@@ -242,10 +247,10 @@ def canaries_of(config: Config, *, once: bool = False) -> list[Source]:
 
 def engine_at(config: Config, url: str) -> str | None:
     """The target whose own address this is, however it is written; one on this machine may be found later."""
-    address, port = address_of(url), local_port(url)
-    configured = [e for e in config.engines if address_of(e.url) == address or (port and local_port(e.url) == port)]
-    if configured:
-        return target_name(configured[0])
+    configured = next((e for e in config.engines if is_same(e.url, url)), None)
+    if configured is not None:
+        return target_name(configured)
+    port = local_port(url)
     return f"127.0.0.1:{port}" if port and config.discover else None
 
 

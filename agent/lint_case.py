@@ -18,6 +18,7 @@ FEWEST_SEQS, LATENCY_SEQS, THROUGHPUT_SEQS = 16, 32, 64  # principle 1: 16–32;
 PLAIN_KV = frozenset({"auto", "", "bfloat16", "bf16", "float16", "fp16", "half", "f16", "float32", "float", "f32"})
 SHARES = ("gpu-memory-utilization", "mem-fraction-static", "kv-cache-free-gpu-memory-fraction", "cache-max-entry-count")
 ALL_TAKEN = r"0?\.9[5-9]\d*|1(\.0*)?"  # ours: 95 % of a GPU or more; the rest is for what a step computes
+SEQUENCES = ("max-num-seqs", "max-running-requests", "max-batch-size", "parallel", "np")
 QUANTIZATION = ("quantization", "quantize", "q")  # of vLLM and SGLang, TGI, LMDeploy
 DRAFTS = ("sc", "speculate", "model-draft", "md")  # of vLLM, TGI, llama.cpp; others begin with speculative- or spec-
 
@@ -128,9 +129,6 @@ def unseen(facts: Facts, what: str, option: str, *said: str) -> Verdict:
                   would_tell=f"{option} on its command line")
 
 
-SEQUENCES = ("max-num-seqs", "max-running-requests", "max-batch-size", "parallel", "np")
-
-
 def is_hidden(value: str | None) -> bool:
     """Whether a value stands in the environment of its pod, and a variable in its place (agent.sources.pods)."""
     return value is not None and re.search(r"\$[({]?\w", value) is not None
@@ -164,9 +162,10 @@ def speculates(facts: Facts) -> bool | None:
     """Whether it drafts tokens."""
     if facts.numbers.get("acceptance") is not None:
         return True
-    if facts.hides(*DRAFTS, *(name for name in facts.options or () if name.startswith(("speculative-", "spec-")))):
+    drafts = [name for name in facts.options or () if name in DRAFTS or name.startswith(("speculative-", "spec-"))]
+    if facts.hides(*drafts):
         return None
-    if any(name in DRAFTS or name.startswith(("speculative-", "spec-")) for name in facts.options or ()):
+    if drafts:
         return True
     return False if facts.is_whole else None
 

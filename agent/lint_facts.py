@@ -23,7 +23,7 @@ import yaml
 from agent.budget import number_of
 from agent.client import AgentError, NotPermitted, NotRunning, ask
 from agent.config import Config, address_of, target_name
-from agent.daemon import local_port
+from agent.daemon import is_same
 from agent.exposition import PageError, Reader
 from agent.lint_case import Facts, is_hidden
 from agent.oneshot import doctor
@@ -122,7 +122,7 @@ def look(config: Config, urls: Sequence[str], *, profile: Profile | None = None,
             told, checked = ask(config.socket, "/doctor"), ask(config.socket, "/check")
         except (NotRunning, NotPermitted):
             told = doctor(config, [], rounds=ROUNDS)
-    found, errors, here = [], [], processes(PROC)
+    found, errors, here, ran = [], [], processes(PROC), canaries(config.state_dir / CANARIES)
     for target in told["targets"]:
         if target["error"] or not target["engines"]:
             errors.append(f"{target['target']}: {target['error'] or 'it tells no engine'}")
@@ -132,11 +132,10 @@ def look(config: Config, urls: Sequence[str], *, profile: Profile | None = None,
             facts = replace(
                 of, engine=engine, numbers=target["facts"].get(engine) or {}, now=now, url=target["url"] or "",
                 evidence=_of_engine(on_file, engine),
-                canaries=of_url(canaries(config.state_dir / CANARIES), target["url"] or ""),
+                canaries=of_url(ran, target["url"] or ""),
                 binds=next((row for row in target["binds"] if row["engine"] == engine), None))
             if checked is not None:
-                facts = _watched(facts, target, told, checked["signals"], config)
-                facts = replace(facts, drills=drills)
+                facts = replace(_watched(facts, target, told, checked["signals"], config), drills=drills)
             found.append((_head(target, engine), facts))
     return Looked(found, errors)
 
@@ -296,10 +295,10 @@ def _process(url: str, here: Sequence[Process]) -> Process | None:
     host, _, port = address_of(url).rpartition(":")
     named = [one for one in here if port.isdigit() and (line := engine_of(one.argv)) is not None
              and line.port == int(port)]
-    if not is_local(host.strip("[]")):
+    if is_local(host.strip("[]")):
+        own = [one for one in named if is_here(PROC, one.pid)] or named  # or a container's, published at its own port
+    else:
         own = [one for one in named if address_in(PROC / str(one.pid)) == host]
-        return own[0] if len({one.argv for one in own}) == 1 else None
-    own = [one for one in named if is_here(PROC, one.pid)] or named  # or a container's, published at its own port
     return own[0] if len({one.argv for one in own}) == 1 else None
 
 
@@ -369,11 +368,6 @@ def _listed(index: Path) -> frozenset[str]:
 
 
 # --- whose canary it is ----------------------------------------------------------------------------------------------
-
-
-def is_same(one: str, other: str) -> bool:
-    """Whether two addresses are of one engine, however each is written."""
-    return address_of(one) == address_of(other) or 0 != local_port(one) == local_port(other)
 
 
 def of_url(ran: Iterable[Ran], url: str) -> list[dict[str, Any]]:

@@ -276,7 +276,7 @@ def _held_bytes(facts: Facts, has: Sizes) -> float | None:
         return (has.holds or 0.0) * budget.kv_token_bytes(shape, has.number_bytes)
     if told is None:
         return None
-    return told * has.ranks.gpus / (1.0 if shape is None else budget.kv_copies(shape, has.ranks))
+    return told * has.ranks.gpus / has.copies
 
 
 def _longest(facts: Facts) -> str:

@@ -51,9 +51,8 @@ def form_of(flag: str, config: Mapping[str, Any] | None) -> Form:
         return Form(flag or method, _activations(method, told))
     if flag in ("", "none"):
         return Form("")
-    if config is None:
-        return Form(flag, None if flag in ASK_CONFIG else _both(flag))
-    return Form(flag, None if flag in ASK_CONFIG else _both(flag), flag in AT_LOAD or flag in EXPERTS_AT_LOAD)
+    return Form(flag, None if flag in ASK_CONFIG else _both(flag),
+                config is not None and (flag in AT_LOAD or flag in EXPERTS_AT_LOAD))
 
 
 def _quantization(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -633,15 +633,8 @@ class Windows:
 
     def highest(self, subject: str, name: str) -> float | None:
         """The most that a gauge has stood at in memory, since its process (re)started; None where it was never told."""
-        track = self.track_of(subject, name)
-        column = None if track is None else track.columns.get((name, subject, ""))
-        if track is None or not column:
-            return None
-        if track.restarted_at is not None:
-            column = column[bisect_left(track.times, track.restarted_at):]
-        if not math.isnan(sum(column)):  # nothing is missing in it: an hour's rows in microseconds
-            return max(column)
-        return max((value for value in column if not math.isnan(value)), default=None)
+        since = self.restarted_at(subject, name)
+        return max(self.levels(subject, name, -math.inf if since is None else since), default=None)
 
     def backward(self, subject: str, *series: tuple[str, str] | tuple[str, str, str]) -> Iterator[tuple[float, ...]]:
         """(time, value, value, …) of each row that told all of the given (name, key), newest first.

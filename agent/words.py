@@ -285,14 +285,8 @@ def binds_lines(rows: Sequence[Row], at: float | None) -> list[str]:
     return lines
 
 
-def warm_pool(spike_per_s: float, replica_per_s: float, replicas: int) -> str:
-    """How many replicas must stand ready for a spike (checklist 9, step 3), in one wording wherever it is said."""
-    return (f"A spike shorter than a start must meet a warm pool: {spike_per_s:.3g} requests/s at its height ÷"
-            f" {replica_per_s:.3g} of a replica = {replicas} in all")
-
-
 def own_peak(peak_per_s: float, served_per_s: float) -> str:
-    """A replica's own part of that sum: what came to it alone, so never the number of replicas of a fleet."""
+    """A replica's own part of the warm pool: what came to it alone, so never the number of replicas of a fleet."""
     return (f"Its own highest minute of a day brought {peak_per_s:.3g} requests/s, and the most that it served was"
             f" {served_per_s:.3g}: {peak_per_s / served_per_s:.2g} times that")
 

@@ -27,7 +27,7 @@ from drills.ledger import (
     run_folders,
     say_aborted_by,
 )
-from drills.model import Left, ProcessId, State
+from drills.model import REFUSED, Left, ProcessId, State
 from drills.strays import heal_strays
 from drills.undo import undo_plan, wait_unheld
 
@@ -38,7 +38,7 @@ HOLDER_ENDS_WITHIN_S = 5.0
 ENDED_WITHIN_S = 5.0
 # So long a live runner has to end its run in good order, with a report; more where its fault lets users drain.
 RUNNER_ENDS_WITHIN_S = 20.0
-_OVER = frozenset({State.REPORTED, State.SKIPPED, State.DEFERRED})
+_OVER = REFUSED | {State.REPORTED}
 
 
 def heal(

@@ -11,9 +11,7 @@ from typing import Any
 
 from drills import ledger, proc, record, report
 from drills.ledger import Entry
-from drills.model import Left, State, Verdict
-
-REFUSED = frozenset({State.SKIPPED, State.DEFERRED})
+from drills.model import REFUSED, Left, State, Verdict
 
 
 def runs(root: Path) -> list[dict[str, Any]]:
@@ -80,7 +78,7 @@ def finish_refused(folder: Path) -> None:
     if told is not None and told["ended_at"] is not None:
         return
     entries = ledger.read(folder)
-    end = next((entry for entry in reversed(entries) if entry.state is not None), None)
+    end = ledger.last_change(entries)
     runner = ledger.process_of(entries, "runner")
     if end is None or end.state not in REFUSED or (runner is not None and not proc.wait_ended(runner, 0.0)):
         return

@@ -198,9 +198,15 @@ def plan_of(entries: Sequence[Entry]) -> Plan | None:
     return None
 
 
+def last_change(entries: Sequence[Entry]) -> Entry | None:
+    """The last entry that told a state."""
+    return next((entry for entry in reversed(entries) if entry.state is not None), None)
+
+
 def last_state(entries: Sequence[Entry]) -> State | None:
     """Where the run was when it last wrote."""
-    return next((entry.state for entry in reversed(entries) if entry.state is not None), None)
+    last = last_change(entries)
+    return None if last is None else last.state
 
 
 def process_of(entries: Sequence[Entry], role: str) -> ProcessId | None:

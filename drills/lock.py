@@ -14,7 +14,7 @@ from pathlib import Path
 
 from drills import ledger, owner
 from drills.ledger import Entry, Ledger
-from drills.model import Refused, State
+from drills.model import REFUSED, Refused, State
 
 LOCK = "lock"
 RUNS = "runs"
@@ -121,7 +121,7 @@ def trouble(entries: Sequence[Entry]) -> str:
     """Why a run's fault may still be in the world, as its ledger says; "" where it is not."""
     why = ""
     for entry in entries:
-        over = entry.state in {State.REVERTED, State.SKIPPED, State.DEFERRED}  # refused: nothing was put in
+        over = entry.state is State.REVERTED or entry.state in REFUSED
         if over or entry.data.get("healed") or entry.data.get("released"):
             why = ""
         elif entry.state is State.ORPHANED:

@@ -34,6 +34,9 @@ class State(StrEnum):
     REPORTED = "REPORTED"
 
 
+REFUSED = frozenset({State.SKIPPED, State.DEFERRED})  # nothing was put in
+
+
 class Verdict(StrEnum):
     """How a run ended. ORPHANED outranks all."""
 

@@ -66,6 +66,16 @@ class AgentProcess:
         """A GET over the unix socket."""
         return client.ask(self.socket, path)
 
+    def url(self, timeout_s: float = 30.0) -> str:
+        """Where its page is, as its log says; its socket may be first."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for line in self.log.read_text().splitlines():
+                if '"event": "started"' in line:
+                    return f"http://{json.loads(line)['listen']}"
+            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
+            time.sleep(0.05)
+
     def kill(self, signum: int = signal.SIGKILL) -> int:
         """End it; returns its exit status."""
         assert self.process is not None

@@ -28,12 +28,12 @@ from tests.test_node import node, restarted
 
 NOW = 1_000_000_000.0
 DAY = 86400.0
-LLAMA_2_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_size": 4096,
-              "intermediate_size": 11008, "vocab_size": 32000, "torch_dtype": "float16"}
-LLAMA_3_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
-              "intermediate_size": 14336, "vocab_size": 128256, "torch_dtype": "bfloat16"}
-LLAMA_70B = {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192,
-             "intermediate_size": 28672, "vocab_size": 128256, "torch_dtype": "bfloat16"}
+LLAMA_2_7B = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+              "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000, "torch_dtype": "float16"}
+LLAMA_3_8B = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+              "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "torch_dtype": "bfloat16"}
+LLAMA_70B = {"model_type": "llama", "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+             "hidden_size": 8192, "intermediate_size": 28672, "vocab_size": 128256, "torch_dtype": "bfloat16"}
 GPU = {"gpu_bytes": 80e9, "gpus": 1.0}
 LATENCY: dict[str, Any] = {"profile": "latency"}
 THROUGHPUT: dict[str, Any] = {"profile": "throughput"}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent import lint, lint_facts, weights
+from agent import lint_facts, weights
 from agent.budget import (
     Layout,
     Ranks,
@@ -26,15 +26,11 @@ from agent.budget import (
     ranks_of,
     shape_of,
 )
-from agent.lint_case import Facts
 from agent.weights import Form, Held, form_of
+from tests.test_lint import LLAMA_2_7B, LLAMA_3_8B, facts
+from tests.test_lint import LLAMA_70B as LLAMA_3_70B
+from tests.test_lint import finding as found_on
 
-LLAMA_2_7B = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
-              "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000, "torch_dtype": "float16"}
-LLAMA_3_8B = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-              "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "torch_dtype": "bfloat16"}
-LLAMA_3_70B = {"model_type": "llama", "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
-               "hidden_size": 8192, "intermediate_size": 28672, "vocab_size": 128256, "torch_dtype": "bfloat16"}
 MISTRAL_7B = {"model_type": "mistral", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
               "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000, "sliding_window": 4096,
               "torch_dtype": "bfloat16"}
@@ -359,8 +355,7 @@ def test_an_index_that_is_torn_is_none(tmp_path: Path) -> None:
 
 def finding(number: int, model: dict[str, Any] | None, options: dict[str, str], **more: Any) -> dict[str, Any]:
     """What lint says of a vLLM."""
-    of = Facts("llama", "vllm", options=options, model=model, **more)
-    return next(one for one in lint.judge(of) if one["number"] == number)
+    return found_on(number, facts(options, model=model, **more))
 
 
 def test_what_the_engine_tells_in_bytes_is_one_rank_s() -> None:

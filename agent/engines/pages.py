@@ -152,8 +152,6 @@ class PageReader:
         kind: "auto", or one of agent.engines.KINDS.
         shape: whether its engines' subjects carry an index, as it was before a restart of ours; None at first sight.
         maps: the engines that are known; for tests.
-        patterned: whether what deployment patterns have is read from the first page on; else once a page shows one, or
-            once `read_patterns` is called.
 
     Raises:
         KeyError: `kind` is not known.
@@ -161,7 +159,6 @@ class PageReader:
 
     def __init__(
         self, target: str, *, kind: str = "auto", shape: bool | None = None, maps: Sequence[EngineMap] | None = None,
-        patterned: bool = False,
     ) -> None:
         self.target = target
         self.shape = shape
@@ -191,11 +188,9 @@ class PageReader:
         self._was_down = False
         self._shared: frozenset[str] = frozenset()  # what this target tells of all its engines together
         self._is_patterned = False
-        if patterned:
-            self.read_patterns()
 
     def read_patterns(self) -> None:
-        """From the next page on, read what deployment patterns have."""
+        """From the next page on, read what deployment patterns have; else it is read once a page shows one."""
         if self._is_patterned:
             return
         self._is_patterned = True

@@ -244,9 +244,14 @@ def _phrase(status: int) -> str:
         return "(no such status)"
 
 
+def sendable(text: str) -> str:
+    """The text with what is none in UTF-8 replaced: half a character could not be sent."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def cut_to(text: str, length: int) -> str:
     """At most `length` characters (not bytes), marked as cut; what is no text in UTF-8 is replaced."""
-    text = text.encode("utf-8", "replace").decode()
+    text = sendable(text)
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
@@ -265,7 +270,7 @@ def clean_labels(labels: Mapping[str, str]) -> dict[str, str]:
         if name and value:
             word = re.sub(r"[^a-zA-Z0-9_]", "_", name)
             word = f"_{word}" if word[0].isdigit() else word
-            clean.setdefault(word, value.encode("utf-8", "replace").decode())
+            clean.setdefault(word, sendable(value))
     return dict(sorted(clean.items()))
 
 

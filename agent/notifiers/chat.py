@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.model import AlertMessage, Notice, Rejected, TryLater
-from agent.notifiers.channel import Channel, status_outcome, web_address
+from agent.notifiers.channel import Channel, sendable, status_outcome, web_address
 from agent.notifiers.slack import title
 
 SENT_WITHIN_S = 30.0
@@ -81,7 +81,7 @@ def asked(message: AlertMessage, url: str) -> dict[str, str]:
 
 def quiet(text: str) -> str:
     """Text in which nothing calls a whole channel: it comes from logs and labels of others."""
-    return _CALLS.sub(lambda found: f"{found[0]}\N{ZERO WIDTH SPACE}", text.encode("utf-8", "replace").decode())
+    return _CALLS.sub(lambda found: f"{found[0]}\N{ZERO WIDTH SPACE}", sendable(text))
 
 
 def outcome(told: Mapping[str, Any], now: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from agent.model import AlertMessage, Notice, Rejected, TryLater
-from agent.notifiers.channel import BadMessage, Channel, cut_to, request, rfc3339, web_address
+from agent.notifiers.channel import BadMessage, Channel, cut_to, request, rfc3339, sendable, web_address
 
 POST_URL = "https://slack.com/api/chat.postMessage"
 # Slack's limits, in characters.
@@ -117,8 +117,7 @@ def escape(text: str) -> str:
 
     What is no text in UTF-8 is replaced: it could not be sent.
     """
-    text = text.encode("utf-8", "replace").decode()
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return sendable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def cut_lines(text: str, length: int) -> str:

@@ -13,7 +13,7 @@ from contextlib import closing
 from typing import NamedTuple
 
 from agent.model import Batch, Gap, Sample, Why
-from agent.phase import first_two
+from agent.phase import first_two, next_at
 from agent.sources.fetch import Answer, Fetcher, FetchError, shown_address
 from agent.threads import begin
 
@@ -95,18 +95,16 @@ class Asking(ABC):
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        (first_s, second_s), began = self._begins_s, time.monotonic()
-        due = began + second_s
+        first_s, second_s = self._begins_s
+        second_at = time.monotonic() + second_s
         self._stop.wait(first_s)
         while not self._stop.is_set():
             told = self._whole(time.monotonic())
             self._last = (time.monotonic(), told)
             self.note = "; ".join(filter(None, (summary(told.readings), *told.notes, self.judged_by)))
             self._first.set()
-            late_s = time.monotonic() - due
-            due += self._every_s * max(0, -(-late_s // self._every_s))  # a question that took longer skips a beat
-            self._stop.wait(max(0.5, due - time.monotonic()))
-            due += self._every_s
+            now = time.monotonic()  # a question that took longer skips a beat
+            self._stop.wait(max(0.5, max(second_at, next_at(now, self._every_s, second_at)) - now))
         for fetcher in self._fetchers.values():
             fetcher.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import subprocess
@@ -293,9 +292,7 @@ def test_focus_stays_and_a_second_incident_is_told(browser: Browser, tmp_path: P
     with PageServer(vllm(0.4)) as engine, AgentProcess(
             tmp_path / "agent", {"node": "gpu-17", "poll": "1s", "nvml": "off", "listen": "127.0.0.1:0",
                                  "engines": [{"name": "a", "url": engine.url}]}) as agent:
-        wait_for(lambda: '"event": "started"' in agent.log.read_text())  # its socket may be first
-        told = (json.loads(line) for line in agent.log.read_text().splitlines() if '"event": "started"' in line)
-        seen = Seen(browser, next(f"http://{one['listen']}" for one in told))
+        seen = Seen(browser, agent.url())
         page = seen.open("/")
         twice = page.locator(".cards .ten a").evaluate_all("""all => all.map(one => one.getAttribute("href")).filter(
             href => document.querySelectorAll(`main a[href="${href}"]`).length > 1)""")
@@ -351,9 +348,8 @@ class Drilled:
 
     @property
     def url(self) -> str:
-        """Where the page is, as the agent's log says."""
-        told = (json.loads(line) for line in self.agent.log.read_text().splitlines() if line.startswith("{"))
-        return next(f"http://{one['listen']}" for one in told if one.get("event") == "started")
+        """Where the page is."""
+        return self.agent.url()
 
 
 @pytest.mark.heavy

@@ -254,8 +254,7 @@ def test_a_disk_that_fails_while_the_agent_runs_costs_no_page(tmp_path: Path) ->
 
 def metric(agent: AgentProcess, name: str) -> float:
     """One of its own metrics."""
-    told = next(line for line in agent.log.read_text().splitlines() if '"event": "started"' in line)
-    with urllib.request.urlopen(f"http://{json.loads(told)['listen']}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(f"{agent.url()}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
 

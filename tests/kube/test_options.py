@@ -26,6 +26,7 @@ from tests.kube.test_discovery import pod
 from tests.page_server import PageServer
 from tests.receiver import wait_until
 from tests.test_discovery import CGROUPS, TRIE, FakeProc
+from tests.test_lint import finding, target_at
 from tests.test_loop import Life, Scripted
 from tests.test_node import node, restarted
 
@@ -108,7 +109,7 @@ def test_of_two_engines_in_a_pod_each_has_its_own() -> None:
 def test_a_value_that_nobody_sees_is_not_vllm_s_default(story: str, seats: str, verdict: str, words: str) -> None:
     """`--max-num-seqs $(SEATS)` was judged as if it were not there."""
     of = Facts("e", "vllm", profile="latency", options={"model": "m", "max-num-seqs": seats})
-    (found,) = (one for one in lint.judge(of) if one["number"] == 1)
+    found = finding(1, of)
     assert (found["verdict"], words in "; ".join(found["evidence"])) == (verdict, True), (story, found)
 
 
@@ -123,7 +124,7 @@ def test_a_value_that_nobody_sees_is_not_vllm_s_default(story: str, seats: str, 
 ])
 def test_no_judge_takes_a_variable_for_a_value(number: int, options: dict[str, str], more: dict[str, Any]) -> None:
     """`--kv-cache-dtype "$(KV)"` was at odds, as quantized; `--quantization "$(Q)"` stood not on the command line."""
-    (found,) = (one for one in lint.judge(Facts("e", "vllm", options=options, **more)) if one["number"] == number)
+    found = finding(number, Facts("e", "vllm", options=options, **more))
     name, value = list(options.items())[-1]
     assert found["verdict"] == "cannot tell"
     assert f"--{name} {value} is of its pod's environment" in "; ".join(found["evidence"])
@@ -217,13 +218,13 @@ def test_engines_that_are_gone_are_not_remembered_for_ever() -> None:
 # ---- what /proc shows ----
 
 
-def in_network(proc: FakeProc, pid: int, line: str, *, address: str, cgroup: str = "", port: int = 8000) -> None:
+def in_network(proc: FakeProc, pid: int, line: str, *, address: str, cgroup: str = "") -> None:
     """A process in a network namespace of its own, that listens there."""
     proc.add(pid, line, namespace=f"net:[{pid}]", sockets=(pid + 7,))
     home = proc.folder / str(pid)
     (home / "net").mkdir()
     (home / "net" / "fib_trie").write_text(TRIE.replace("10.244.3.7", address))
-    (home / "net" / "tcp").write_text(f"  sl\n 0: 00000000:{port:04X} 00000000:0000 0A 0:0 0:0 0 0 0 {pid + 7}\n")
+    (home / "net" / "tcp").write_text(f"  sl\n 0: 00000000:1F40 00000000:0000 0A 0:0 0:0 0 0 0 {pid + 7}\n")
     if cgroup:
         (home / "cgroup").write_text(cgroup)
 
@@ -377,9 +378,7 @@ def test_two_engines_of_a_node_are_judged_each_by_its_own_and_a_rollout_of_one_i
 
 def test_lint_of_an_address_asks_the_agent_for_what_it_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
     """`kubectl exec … tocsin lint http://10.244.3.7:8000` in the agent's own pod, which sees no other process."""
-    target: dict[str, Any] = {"target": "10.244.3.7:8000", "url": "http://10.244.3.7:8000", "kind": "vllm",
-                              "model": "m", "error": None, "engines": ["m"], "found": [], "configs": [],
-                              "facts": {}, "binds": []}
+    target = {**target_at(8000, "m"), "target": "10.244.3.7:8000", "url": "http://10.244.3.7:8000"}
     known = {**target, "target": "llm/chat#0", "configs": [
         {"at": float(at), "version": "0.32.0", "options": {"max-num-seqs": seats}}
         for at, seats in ((1, "8"), (2, "9"))]}
