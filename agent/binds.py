@@ -43,7 +43,8 @@ class Flags(NamedTuple):
 
 # As each engine's own help has them. Of others, and of Dynamo's workers, which are any engine's, ANY says it in words.
 FLAGS: Mapping[str, Flags] = {
-    "vllm": Flags("--max-num-seqs", "--gpu-memory-utilization (or --kv-cache-dtype fp8)", "--max-num-batched-tokens"),
+    "vllm": Flags("--max-num-seqs", "--gpu-memory-utilization (or --kv-cache-dtype fp8, once evaluated)",
+                  "--max-num-batched-tokens"),
     "sglang": Flags("--max-running-requests", "--mem-fraction-static", "--chunked-prefill-size"),
     "trtllm-serve": Flags("--max_batch_size", "--kv_cache_free_gpu_memory_fraction", "--max_num_tokens"),
     "tgi": Flags("number of sequences at once (by --max-batch-total-tokens)",  # --max-batch-size is not for GPUs
