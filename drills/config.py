@@ -6,6 +6,7 @@ The form of the keys is agent.config's; here is what a drill of that form may st
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, timedelta
@@ -113,6 +114,12 @@ def _form_faults(config: Config, drill: DrillConfig) -> Iterator[Fault]:
         yield places.fault(f"{drill.at}.target", "selector without a namespace", "add namespace: NAME beside it")
     if target.namespace is not None and target.selector is None:
         yield places.fault(f"{drill.at}.target.namespace", "a namespace without a selector", "add one, or remove it")
+    if target.selector is not None and not target.selector.strip():
+        yield places.fault(f"{drill.at}.target.selector", "an empty selector chooses every pod of the namespace",
+                           "write the labels of the service's pods, as app=llama-70b")
+    if target.namespace is not None and not re.fullmatch(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?", target.namespace):
+        message = f"{cut(target.namespace)!r} is no name of a namespace"
+        yield places.fault(f"{drill.at}.target.namespace", message, "`kubectl get namespaces` lists them")
     mode, modes = drill.params.mode or "turn", MODES.get(drill.fault, ())
     if drill.params.mode and modes and mode not in modes:
         message = f"{drill.fault} has no mode {mode}"
@@ -314,8 +321,13 @@ def _schedule(drill: DrillConfig) -> Schedule | None:
         return None
     window = None if written.window is None else day_window(written.window)
     # As written the last day is one of it; a person who writes 2027-01-06 means to be left alone on the 6th.
-    blackouts = tuple((a, (date.fromisoformat(b) + timedelta(days=1)).isoformat()) for a, b in written.blackouts)
+    blackouts = tuple((a, _day_after(b)) for a, b in written.blackouts)
     return Schedule(written.cron, written.zone, window, blackouts, written.grace, JITTER_S)
+
+
+def _day_after(day: str) -> str:
+    """The day after one; of the calendar's last day (who writes it means for ever) itself."""
+    return (min(date.fromisoformat(day), date.max - timedelta(days=1)) + timedelta(days=1)).isoformat()
 
 
 def _load(drill: DrillConfig) -> Load | None:

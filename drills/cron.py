@@ -6,6 +6,7 @@ not exist comes right after it, one in the repeated hour comes once; day of mont
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from datetime import UTC, date, datetime, timedelta
 from itertools import islice
@@ -18,37 +19,63 @@ from agent.daytime import DAY_MINUTES
 from agent.strict import Unfit
 from drills.model import Schedule
 
+# Of each field its name and its numbers; a week's Sunday is 0 and 7.
+_FIELDS = (("minute", 0, 59), ("hour", 0, 23), ("day", 1, 31), ("month", 1, 12), ("weekday", 1, 7))
+_NAMES = {name: number for names, begin in (("SUN MON TUE WED THU FRI SAT", 0),
+                                            ("JAN FEB MAR APR MAY JUN JUL AUG SEP OCT NOV DEC", 1))
+          for number, name in enumerate(names.split(), begin)}
+
+
+def _parsed(cron: str, since: datetime) -> CronSim:
+    """A line, to be asked for its times after `since`; a week may end with Sunday: SAT-SUN. Raises CronSimError."""
+    return CronSim(re.sub(r"(?i)(?<![\s,]SUN)-SUN(?=[,/]|\s*$)", "-7", cron), since)
+
 
 def check(cron: str) -> None:
-    """Raise Unfit where a line cannot be read, or can never be due."""
+    """Raise Unfit where a line cannot be read, can never be due, or says another rhythm than it has."""
     since = datetime(2000, 1, 1, tzinfo=UTC)
     fields = cron.split()
     remedy = 'write minute, hour, day, month and weekday, as "0 10 * * TUE#1"'
     if len(fields) != 5:  # a sixth would be seconds, for which the days of the clock change have no rule
         raise Unfit(f"{cron!r} has {len(fields)} fields", remedy)
+    for field, (name, low, top) in zip(fields, _FIELDS, strict=True):
+        _refuse_misread(cron, field, name, low, top)
     try:
-        next(CronSim(cron, since))
+        next(_parsed(cron, since))
     except StopIteration:
         raise Unfit(f"{cron!r} never matches", "no month has such a day; choose another day or month") from None
     except CronSimError as error:
         try:  # is it the day itself, or the day in these months?
-            CronSim(" ".join([*fields[:3], "*", fields[4]]), since)
-            CronSim(" ".join([*fields[:2], "*", *fields[3:]]), since)
+            _parsed(" ".join([*fields[:3], "*", fields[4]]), since)
+            _parsed(" ".join([*fields[:2], "*", *fields[3:]]), since)
         except CronSimError:
             raise Unfit(f"{cron!r}: {str(error).lower()}", remedy) from None
         raise Unfit(f"{cron!r} never matches", "no month has such a day; choose another day or month") from None
 
 
+def _refuse_misread(cron: str, field: str, name: str, low: int, top: int) -> None:
+    """Raise Unfit for a step that leaves its field, and for a range that ends before it begins. Others may be wrong."""
+    for part in field.split(","):
+        span, _, step = part.partition("/")
+        if step.isdecimal() and (len(step) > 4 or int(step) > top - low + 1):
+            told = f"{part} is no rhythm: {name}s are counted anew from {low} each time"
+            raise Unfit(f"{cron!r}: {told}", f"write a step of at most {top - low + 1}, or the {name}s themselves")
+        begin, end = (_NAMES.get(word.upper(), int(word) if word.isdecimal() and len(word) < 5 else None)
+                      for word in (f"{span}-".split("-")[:2]))
+        if begin is not None and end is not None and begin > (7 if span.upper().endswith("-SUN") else end):
+            raise Unfit(f"{cron!r}: {span} ends before it begins", "write it as two ranges, as 22-23,0-2 for hours")
+
+
 def minutes_of_day(cron: str) -> list[int]:
     """The minutes of the day at which a line can be due."""
-    parsed = CronSim(cron, datetime(2000, 1, 1, tzinfo=UTC))
+    parsed = _parsed(cron, datetime(2000, 1, 1, tzinfo=UTC))
     return sorted(hour * 60 + minute for hour in parsed.hours for minute in parsed.minutes)
 
 
 def dues(cron: str, zone: str, after: float) -> Iterator[float]:
     """Each time at which a line is due, strictly later than `after`, rising; none after fifty years without one."""
     last = after
-    for moment in CronSim(cron, datetime.fromtimestamp(after, ZoneInfo(zone))):
+    for moment in _parsed(cron, datetime.fromtimestamp(after, ZoneInfo(zone))):
         at = moment.timestamp()
         if at > last:  # in the repeated hour the wall clock alone would lead back
             yield at

@@ -175,7 +175,7 @@ class Daemon:
     def active_of(self, name: str) -> str | None:
         """The run of this drill that is under way."""
         run = self.active()
-        return run if run is not None and run.startswith(f"{name}-") else None
+        return run if run is not None and schedule.is_of(run, name) else None
 
     def _await_next(self, awaited: SimpleQueue[tuple[subprocess.Popen[bytes], str] | None],
                     over: threading.Event) -> None:
@@ -340,8 +340,9 @@ class Daemon:
         return folder.name
 
     def last_run_at(self) -> float | None:
-        """When a fault was last in on this node."""
-        return max((p.at for p in schedule.history_of(self.root) if p.verdict not in schedule.NOT_RUN), default=None)
+        """When a fault was last in on this node; a run that a clock wrong by days has put into the future is none."""
+        ran = (p.at for p in schedule.history_of(self.root) if p.verdict not in schedule.NOT_RUN)
+        return max((at for at in ran if schedule.is_past(at, self.clock())), default=None)
 
     def reload(self) -> None:
         """Take the drills of the configuration as it is now; a run under way goes on. A wrong one changes nothing."""
@@ -393,6 +394,7 @@ class Daemon:
             while not self.stopping.is_set():
                 self.sweep()
                 self.tell_overdue()
+                self.timetable.keep_time()
                 sdnotify.alive()
                 if self.woken.wait(SWEEP_EVERY_S) and not self.stopping.is_set():
                     self.woken.clear()

@@ -44,6 +44,7 @@ RUN = "tocsin.dev/run"
 TARGETS = "tocsin.dev/targets"
 HELD = "tocsin.dev/held"  # drill -> its last Mark, as JSON
 REPORTER = "tocsin.dev/orphan-reported-by"
+DAY_S = 86_400.0
 ANSWER_S = 5.0  # of the API: a renewal that takes longer is tried again
 MAX_TARGETS = 1024  # characters
 ORPHANED_AFTER = 3.0  # its lengths: by then a node that lives has healed what a run left there, and given it back
@@ -358,9 +359,11 @@ class Fleet:
         return now - self._since >= lengths * max(self.pace.lease_s, said.lease_s)
 
     def _refuse_gap(self, said: Said, min_gap_s: float) -> None:
-        last = max(said.marks.values(), key=lambda mark: mark.at, default=None)
-        if last is not None and self.clock() - last.at < min_gap_s:
-            gap = f"{(self.clock() - last.at) / 3600:.1f} h ago; drill_guards.min_gap is {min_gap_s / 3600:g} h"
+        now = self.clock()
+        known = (mark for mark in said.marks.values() if mark.at <= now + DAY_S)  # others are of a clock that was wrong
+        last = max(known, key=lambda mark: mark.at, default=None)
+        if last is not None and now - last.at < min_gap_s:
+            gap = f"{max(0.0, now - last.at) / 3600:.1f} h ago; drill_guards.min_gap is {min_gap_s / 3600:g} h"
             raise Refused(f"another drill ran in the fleet {gap} (run {last.run} of node {last.node})")
 
     def _refuse_orphan(self, cluster: Cluster, lease: Object, said: Said) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ MOST_DUES = 2_000  # counted one by one, after a long stop
 DAY_S = 86_400.0
 MOST_NOES = 40  # different ones, of one drill that is owed
 LOOK_AGAIN_S = 300.0  # also when nothing is to come: a clock was set, a host slept
+OFF = "off "  # before the form of a drill that is not enabled
 NOT_RUN = frozenset({Verdict.SKIPPED, Verdict.DEFERRED})
 
 
@@ -59,7 +61,7 @@ class Owed:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is remembered of a drill between two looks. `form` is its cron line and zone."""
+    """What is remembered of a drill between two looks. `form` is its cron line and zone, after OFF while it is off."""
 
     form: str
     known_at: float
@@ -102,8 +104,11 @@ def look(drill: Drill, seen: Seen | None, now: float) -> Look:
     schedule = drill.schedule
     assert schedule is not None  # noqa: S101  (others are never asked)
     form = f"{schedule.cron} {schedule.zone}"
-    if seen is None or seen.form != form or seen.looked_at > now + DAY_S:  # a clock that was wrong by years
-        return Look(Seen(form, now, now, None, None if seen is None else seen.verdict_at))
+    if seen is not None and seen.form == f"{OFF}{form}":  # what was owed still is; what came meanwhile was not wanted
+        seen = replace(seen, form=form, known_at=now, looked_at=now)
+    if seen is None or seen.form != form or not is_past(seen.looked_at, now):
+        verdict_at = None if seen is None or not is_past(seen.verdict_at or 0.0, now) else seen.verdict_at
+        return Look(Seen(form, now, now, None, verdict_at))
     dues = _dues(schedule, seen.looked_at, now)
     seen = replace(seen, looked_at=max(now, seen.looked_at))
     if not dues:
@@ -113,6 +118,16 @@ def look(drill: Drill, seen: Seen | None, now: float) -> Look:
         return Look(seen, dues)
     owed = seen.owed or Owed(fresh[0], fresh[-1])
     return Look(replace(seen, owed=replace(owed, due_at=fresh[-1])), dues[:-1])
+
+
+def is_past(at: float, now: float) -> bool:
+    """Whether a time that was remembered may be: one of tomorrow or later is of a clock that was wrong."""
+    return at <= now + DAY_S
+
+
+def put_away(seen: Seen) -> Seen:
+    """What is remembered of a drill that is not enabled, or was taken out: nothing becomes due until it is back."""
+    return seen if seen.form.startswith(OFF) else replace(seen, form=f"{OFF}{seen.form}")
 
 
 def _dues(schedule: Schedule, after: float, until: float) -> list[float]:
@@ -138,8 +153,8 @@ def decide(
     if now < start:
         return Step("wait", min(start, ends))
     why = cron.closed(schedule, now)
-    if not why and last_run_at is not None and now - last_run_at < min_gap_s:
-        gap = f"{(now - last_run_at) / 3600:.1f} h ago; drill_guards.min_gap is {min_gap_s / 3600:g} h"
+    if not why and last_run_at is not None and is_past(last_run_at, now) and now - last_run_at < min_gap_s:
+        gap = f"{max(0.0, now - last_run_at) / 3600:.1f} h ago; drill_guards.min_gap is {min_gap_s / 3600:g} h"
         why = f"another drill ran {gap}"
     if why:
         return Step("defer", min(cron.daily(schedule, owed.due_at, now), ends), why)
@@ -186,6 +201,11 @@ def run_id(drill: str, at: float, node: str) -> str:
     return f"{drill}-{stamp}-{hashlib.sha256(f'{node}/{drill}/{stamp}'.encode()).hexdigest()[:4]}"
 
 
+def is_of(run: str, drill: str) -> bool:
+    """Whether a run's id is of a drill: `net` is no part of `net-both`."""
+    return re.fullmatch(rf"{re.escape(drill)}-[0-9]{{8}}T[0-9]{{6}}Z-[0-9a-f]{{4}}", run) is not None
+
+
 def jitter_s(schedule: Schedule, run: str, slot: float) -> float:
     """How much later than its time a run begins: always the same for a run, and never out of its window."""
     part = int(hashlib.sha256(run.encode()).hexdigest()[:8], 16) / 2**32
@@ -202,14 +222,15 @@ def overdue(drill: Drill, history: Sequence[Past], now: float, known_at: float |
     schedule = drill.schedule
     if schedule is None or not drill.enabled:
         return None
-    mine = [past for past in history if past.drill == drill.name]
+    mine = [past for past in history if past.drill == drill.name and is_past(past.at, now)]
+    verdict_at = verdict_at if is_past(verdict_at or 0.0, now) else None
     ran = [past.at for past in mine if past.verdict not in NOT_RUN]
     ran_at = max([*ran, *([verdict_at] if verdict_at is not None else ())], default=None)
     given_up = [p for p in mine if p.verdict is Verdict.SKIPPED and p.due_at is not None and p.at > (ran_at or 0.0)]
     if given_up:
         last = max(given_up, key=lambda past: past.at)
         return f"{drill.name} was due {_utc(last.due_at or last.at)} and was skipped: {last.why}"
-    since = ran_at if ran_at is not None else known_at
+    since = max((at for at in (ran_at, known_at) if at is not None), default=None)  # before, it had another line
     due = None if since is None else cron.next_due(schedule.cron, schedule.zone, since)
     if due is None or now <= due + schedule.grace_s:
         return None
@@ -276,6 +297,7 @@ class Timetable:
         """Take these drills, and this gap between two of them, from now on; a run under way goes on. Starts nothing."""
         self._min_gap_s = self._min_gap_s if min_gap_s is None else min_gap_s
         self._drills = {drill.name: drill for drill in drills if drill.schedule is not None and drill.enabled}
+        self.book = {name: seen if name in self._drills else put_away(seen) for name, seen in self.book.items()}
         for job in self._scheduler.get_jobs():
             if job.id.startswith("due "):
                 job.remove()
@@ -300,6 +322,13 @@ class Timetable:
     def _again(self, at: float) -> None:
         when = DateTrigger(datetime.fromtimestamp(at, UTC))
         self._scheduler.add_job(self._woken, when, id="look", replace_existing=True)
+
+    def keep_time(self) -> None:
+        """Look now, where a clock that was put back would have the next look wait until it has caught up."""
+        next_look = self._scheduler.get_job("look")
+        if next_look is not None and next_look.next_run_time.timestamp() > self._clock() + 2 * LOOK_AGAIN_S:
+            log.info("clock_put_back", next_look=_utc(next_look.next_run_time.timestamp()))
+            self.load(list(self._drills.values()))
 
     def _woken(self) -> None:
         """A job. APScheduler swallows whatever a job raises, an exit too: it is said here, and looked again later."""

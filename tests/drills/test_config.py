@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from agent.config import Config, load_config
 from agent.model import Rule
 from agent.strict import ConfigErrors
+from drills import cron
 from drills.config import announced_by, drills_of
 from drills.model import Drill, Holds, Load, Schedule
 
@@ -150,6 +152,9 @@ def test_each_fault_gets_its_own_numbers(text: str, params: object, target: dict
         (f"fault: pod-kill, target: {{namespace: llm, selector: app=vllm}}, {LOAD}, params: {{mode: turn}}",
          "pod-kill has no mode turn; write delete or evict"),
         ("fault: process-kill, target: {engine: llama, namespace: llm}", "a namespace without a selector; add one"),
+        (f"fault: pod-kill, target: {{namespace: llm, selector: ' '}}, {LOAD}", "chooses every pod of the namespace"),
+        (f"fault: pod-kill, target: {{namespace: '', selector: app=vllm}}, {LOAD}", "'' is no name of a namespace"),
+        (f"fault: pod-kill, target: {{namespace: a/../b, selector: app=x}}, {LOAD}", "is no name of a namespace"),
         ("fault: gpu-reset, target: {gpu: GPU-1}, params: {mode: reset}", "which engine does it hit?"),
         ("fault: gpu-reset, target: {gpu: GPU-1}", "no rule that is on sees a line of an Xid"),
         ("fault: gpu-reset, target: {engine: llama}, expects: [engine-down]", "name target.gpu by its UUID"),
@@ -210,6 +215,18 @@ def test_c083_a_day_that_no_month_has_is_a_configuration_error(tmp_path: Path) -
 def test_a_drill_that_would_never_run(schedule: str, said: str, tmp_path: Path) -> None:
     """For a year nobody noticed that the drill's hour was outside its window."""
     assert said in faults(f"fault: disk-full, target: {{path: /x}}, schedule: {{{schedule}}}", tmp_path)
+
+
+def test_a_blackout_for_ever(tmp_path: Path) -> None:
+    """`9999-12-31` is how people write for ever: no day comes after it, and the whole configuration was refused."""
+    text = 'fault: disk-full, target: {path: /data}, schedule: {cron: "0 3 * * *", blackouts: [2026-12-20/9999-12-31]}'
+
+    schedule = drill(text, tmp_path).schedule
+
+    assert schedule is not None
+    later = datetime(2100, 1, 1, tzinfo=UTC).timestamp()
+    assert cron.closed(schedule, later).startswith("2100-01-01 is in the blackout")
+    assert cron.closed(schedule, datetime(2026, 12, 19, tzinfo=UTC).timestamp()) == ""
 
 
 @pytest.mark.parametrize("window", ["10:00-16:00", "22:00-10:01", "00:00-24:00"])

@@ -122,6 +122,31 @@ def test_c083_day_of_month_or_day_of_week_and_impossible_dates() -> None:
     assert fires("0 0 29 2 *", "UTC", "2026-11-29T00:00:00+00:00", 1) == ["2028-02-29T00:00Z"]
 
 
+@pytest.mark.parametrize(("line", "want"), [
+    ("0 0 * * SAT-SUN", ["2026-12-05T00:00Z", "2026-12-06T00:00Z", "2026-12-12T00:00Z"]),
+    ("0 0 * * FRI-SUN/2,TUE", ["2026-12-01T00:00Z", "2026-12-04T00:00Z", "2026-12-06T00:00Z"]),
+    ("0 0 * * 6-7", ["2026-12-05T00:00Z", "2026-12-06T00:00Z", "2026-12-12T00:00Z"]),
+    ("0 0 * * 7", ["2026-12-06T00:00Z", "2026-12-13T00:00Z", "2026-12-20T00:00Z"]),
+    ("0 0 * * SUN-TUE", ["2026-12-01T00:00Z", "2026-12-06T00:00Z", "2026-12-07T00:00Z"]),
+])  # fmt: skip
+def test_a_week_may_end_with_sunday(line: str, want: list[str]) -> None:
+    """cronie#200: `sat-sun` was no range, since Sunday is 0. 30 November 2026 is a Monday."""
+    cron.check(line)
+
+    assert fires(line, "UTC", "2026-11-30T00:00:00+00:00", 3) == want
+
+
+@pytest.mark.parametrize(("line", "said"), [
+    ("*/90 * * * *", r"\*/90 is no rhythm"), ("0 */36 * * *", r"\*/36 is no rhythm"),
+    (f"*/{'9' * 5000} * * * *", "rhythm"), ("0 22-2 * * *", "22-2 ends before"),
+    ("0 0 * * FRI-MON", "FRI-MON ends before"), ("0 0 1 NOV-FEB *", "NOV-FEB ends before"),
+])  # fmt: skip
+def test_a_line_that_says_another_rhythm_than_it_has(line: str, said: str) -> None:
+    """`*/90` was due each hour, and of a range that ends before it begins nobody knows what was meant."""
+    with pytest.raises(Unfit, match=said):
+        cron.check(line)
+
+
 def test_c084_a_little_late_still_runs() -> None:
     """The machine was busy for 1.8 s: the run of the month is not dropped for that."""
     drill = daily()
@@ -198,6 +223,39 @@ def test_a_clock_that_steps_back_fires_nothing_twice() -> None:
     assert look(drill, replace(seen, looked_at=at("2099-01-01T00:00Z")), at("2026-11-29T03:00Z")).seen.looked_at == at(
         "2026-11-29T03:00Z"
     )
+
+
+def test_a_clock_that_was_wrong_by_years_holds_nothing_up() -> None:
+    """An empty CMOS battery: the node was in 2099 for a minute, and a run of then would have put all others off."""
+    drill, owed = daily(), Owed(at("2026-11-29T03:00Z"), at("2026-11-29T03:00Z"))
+    monthly = daily("0 10 * * TUE#1")
+    real = Past("net", at("2026-12-01T10:00Z"), Verdict.PASS)
+    wrong = Past("net", at("2099-01-01T00:00Z"), Verdict.PASS)
+
+    assert step(drill, owed, "2026-11-29T03:10Z", last_run="2099-01-01T00:00Z") == Step("run", at("2026-11-29T03:10Z"))
+    assert overdue(monthly, [real, wrong], at("2027-01-25T10:01Z"), None, at("2099-01-01T00:00Z")) is not None
+    then = replace(seen_at("2099-01-01T00:00Z", drill), verdict_at=at("2099-01-01T00:00Z"))
+    kept = look(drill, then, at("2026-11-29T03:00Z"))
+    assert kept.seen.verdict_at is None
+
+
+def test_a_clock_that_is_put_back_is_looked_at_anew(tmp_path: Path) -> None:
+    """The timetable slept until a time of 2099, and NTP had put the clock right long before."""
+    now = [at("2099-01-01T00:00Z")]
+    table = Timetable([daily()], Life().hands, root=tmp_path, node="n", min_gap_s=0, clock=lambda: now[0])
+    jobs = table._scheduler
+    jobs.start(paused=True)  # what it waits for is seen, and nobody waits
+    try:
+        table.keep_time()
+        assert jobs.get_job("look").next_run_time.timestamp() == at("2099-01-01T00:00Z")
+        now[0] = at("2026-11-29T02:00Z")
+
+        table.keep_time()
+
+        assert jobs.get_job("look").next_run_time.timestamp() == now[0]
+        assert utc(jobs.get_job("due net").next_run_time.timestamp()) != "2099-01-01T03:00Z"
+    finally:
+        jobs.shutdown()
 
 
 def test_a_year_of_minutes_is_counted_in_no_time() -> None:
@@ -359,6 +417,23 @@ def test_a_drill_that_another_node_has_held() -> None:
     known = at("2026-12-02T00:00Z")
     assert overdue(drill, [], now, known) is not None
     assert overdue(drill, [], now, known, at("2027-01-06T10:00Z")) is None
+
+
+def test_another_line_was_never_due_before_it_was_written() -> None:
+    """On 29 November the drill of the 1st became one of the 10th: that of 10 November had not been missed."""
+    drill, past = daily("0 10 10 * *"), [Past("net", at("2026-11-01T10:00Z"), Verdict.PASS)]
+
+    assert overdue(drill, past, at("2026-11-30T11:00Z"), at("2026-11-29T00:00Z")) is None
+    assert overdue(drill, past, at("2026-12-30T10:01Z"), at("2026-11-29T00:00Z")) == (
+        "net was due 2026-12-10 10:00Z and has not run in 20 d")
+
+
+def test_a_run_is_of_its_own_drill_alone() -> None:
+    """`net` was given up for its month since a run of `net-both` had not ended."""
+    run = schedule.run_id("net-both", at("2026-11-29T03:00Z"), "n")
+
+    assert schedule.is_of(run, "net-both")
+    assert not schedule.is_of(run, "net")
 
 
 # ---- properties ----
@@ -540,6 +615,48 @@ def test_what_cannot_be_remembered_is_not_run(tmp_path: Path) -> None:
         table.look()
 
     assert life.ran == []
+
+
+def test_what_came_while_it_was_off_is_not_made_up_for(tmp_path: Path) -> None:
+    """A drill was off for nine days, over a restart; put on again on the 29th, it ran at once, in the afternoon."""
+    life, drill = Life(), daily()
+    now = [at("2026-11-20T00:00Z")]
+
+    def look_again(enabled: bool, when: str) -> None:
+        now[0] = at(when)
+        Timetable([replace(drill, enabled=enabled)], life.hands, root=tmp_path, node="n", min_gap_s=0,
+                  clock=lambda: now[0]).look()
+
+    look_again(True, "2026-11-20T00:00Z")
+    look_again(False, "2026-11-20T12:00Z")
+    look_again(False, "2026-11-29T08:00Z")
+    look_again(True, "2026-11-29T14:00Z")
+    assert life.ran == []
+
+    look_again(True, "2026-11-30T03:10Z")
+
+    assert life.ran == [("net", at("2026-11-30T03:00Z"))]
+    assert life.skipped == []
+
+
+def test_what_was_owed_stays_owed_while_it_is_off(tmp_path: Path) -> None:
+    """Deferred on the 29th, off over noon, on again: it is still tried on the 30th."""
+    noes = [(Verdict.DEFERRED, "a page fires")]
+    life = Life(lambda name: noes.pop() if noes else (Verdict.PASS, ""))
+    now = [at("2026-11-28T12:00Z")]
+    table = Timetable([daily()], life.hands, root=tmp_path, node="n", min_gap_s=0, clock=lambda: now[0])
+    table.look()
+    now[0] = at("2026-11-29T03:10Z")
+    table.look()
+    table.load([])
+    table.look()
+    table.load([daily(), Drill("other", "disk-full")])
+    table.look()
+    now[0] = at("2026-11-30T03:10Z")
+
+    table.look()
+
+    assert life.ran == [("net", at("2026-11-29T03:00Z")), ("net", at("2026-11-30T03:00Z"))]
 
 
 def test_a_damaged_memory_fires_nothing(tmp_path: Path) -> None:
