@@ -220,6 +220,20 @@ def test_c047_all_ones_are_a_filler(start: Start) -> None:
     assert {seen.value(i, name) for i in (0, 1) for name in names} == {"sentinel"}
 
 
+def test_c047_a_field_of_32_bits_has_its_own_filler(start: Start) -> None:
+    """A recovery action of 4294967295 is none, and as many retired pages are none; the type tells how wide a field is."""
+    filler = {"value": 0xFFFFFFFF, "type": "uint"}
+    narrow = {"230": filler, "29": filler, "94": {"value": 0x7FFFFFF0, "type": "int"}}
+    reader = start(node({"fields": narrow}, {"fields": {"3": {"value": 0xFFFFFFFF, "type": "ull"}}}))
+    told = {(r.subject, r.name): r for r in reader.read().batch.readings}
+    first, second = (reader.read().gpu(i).uuid for i in (0, 1))
+
+    assert not {name for subject, name in told if subject == first} & {"gpu_recovery", "gpu_retired", "gpu_pcie_replays"}
+    many = told[second, "gpu_ecc_corrected"]
+    assert isinstance(many, Sample)
+    assert many.value == 4294967295.0  # of 64 bits: so many
+
+
 def test_c047_a_wide_counter_may_pass_a_narrow_filler() -> None:
     """2 147 483 632 ns of throttling are 2.1 s, and as many bytes are 2 GiB: only a 32-bit value may mean "none"."""
     assert not is_blank(2147483632, wide=True)

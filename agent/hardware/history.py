@@ -374,6 +374,8 @@ def _more(entry: Entry, entries: Sequence[Entry]) -> str:
         said.append("INJECTED by somebody")
     if detail.get("drill"):
         said.append("DRILL")
+    if detail.get("unit"):
+        said.append(str(detail["unit"]) + (f" subcode {detail['subcode']}" if detail.get("subcode") else ""))
     if detail.get("link") is not None:
         said.append(f"link {detail['link']}")
     if detail.get("instance") is not None:

@@ -6,13 +6,16 @@ Every pattern is anchored and reads a line once, whatever the line holds.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 MOST_CHARS = 8192  # as much as /dev/kmsg gives of one record
+MOST_JSON_CHARS = 1 << 16  # of one entry of the journal with all its fields
 KERNEL = 0  # the facility that nobody but the kernel can write
 USER = 1
 
@@ -59,73 +62,155 @@ class Record(NamedTuple):
 
 
 _KMSG = re.compile(r"(\d{1,5}),(\d{1,20}),(\d{1,20}),[^;\n]{0,256};")
-_SYSLOG = re.compile(
+_ISO = r"\d{4}-\d\d-\d\d[T ][\d:.,+Z-]{8,30}"
+_SYSLOG = re.compile(  # of a syslog file, and of `journalctl --output=short` in its forms with a date
     r"(?:<(?P<pri>\d{1,3})>)?"
-    r"(?:(?P<bsd>[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d)|(?P<iso>\d{4}-\d\d-\d\d[T ][\d:.,+Z-]{8,30}))"
+    r"(?:(?P<bsd>[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d(?:\.\d{1,6})?)|(?P<iso>" + _ISO + r")"
+    r"|[A-Z][a-z]{2} (?P<day>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{1,6})?) (?P<zone>[A-Za-z0-9+-]{1,6}))"
     r" (?P<host>[^\s]{1,255}) (?P<tag>[^\s:\[]{1,64})(?:\[\d{1,10}\])?: "
 )
-_CALLER = r"(?:\[ *[TC]\d{1,10}\] ?)?"  # the thread or CPU, where the kernel was built to tell (PRINTK_CALLER)
-_BARE = re.compile(
-    r"(?:<(?P<pri>\d{1,3})>)?(?:kernel: )?(?:\[(?P<stamp>[^\]\n]{1,40})\] ?" + _CALLER + r")?(?:kernel: )?"
+_SHORT = re.compile(  # journalctl's short-monotonic and short-unix
+    r"(?:\[(?P<stamp> *\d{1,12}\.\d{1,6})\]|(?P<unix>\d{9,11}\.\d{1,6})) [^\s:]{1,255} kernel: "
 )
+_RFC5424 = re.compile(
+    r"<(?P<pri>\d{1,3})>\d{1,2} (?P<iso>[^\s]{1,40}) [^\s]{1,255} (?P<tag>[^\s]{1,48}) [^\s]{1,128} [^\s]{1,32}"
+    r" (?:-|(?:\[[^\]\n]{0,1024}\]){1,8}) \ufeff?"
+)
+_CALLER = r"(?:\[ *[TC]\d{1,10}\] ?)?"  # the thread or CPU, where the kernel was built to tell (PRINTK_CALLER)
+_DECODED = (  # `dmesg --decode`; Talos, with the node before it
+    r"(?:(?:[^\s:]{1,255}: )?(?P<facility>kern|user|mail|daemon|auth|syslog|lpr|news|uucp|cron|authpriv|ftp|local[0-7])"
+    r" {0,8}: ?(?:emerg|alert|crit|err|error|warn|warning|notice|info|debug) {0,8}: )?"
+)
+_BARE = re.compile(
+    r"(?:<(?P<pri>\d{1,3})>)?" + _DECODED + r"(?:kernel: )?"
+    r"(?:(?:\[(?P<stamp>[^\]\n]{1,40})\]:? ?|(?P<iso>" + _ISO + r") )" + _CALLER + r")?(?:kernel: )?"
+)
+_SECONDS = re.compile(r" *(\d{1,12})\.(\d{1,6})(?: <[^>]{1,20}>)?")
+_SPAN = re.compile(r"\.\.\.| *\+\d{1,12}\.\d{1,6}|< *\d{1,12}\.\d{1,6}>")  # since the line before it: no time
+_DAY_S = 86400.0
 
 
-def record_of(text: str, year: int = 1970) -> Record | None:
-    """A record of /dev/kmsg, of dmesg, or of a syslog file; None for what continues the one before.
+def record_of(text: str, now: float = 0.0) -> Record | None:
+    """A record of /dev/kmsg, of dmesg, of the journal or of a syslog file; None for what continues the one before.
 
-    `year`: of the dates that tell none.
+    `now`: unix seconds; a date that tells no year is the last such day before it.
     """
-    if text.startswith(" "):  # the key=value lines after a record
+    if text.startswith((" ", "\t")):  # the key=value lines after a record
         return None
+    if text.startswith("{"):
+        return _of_json(text)
     text = text[:MOST_CHARS].partition("\n")[0].rstrip("\r")
     kmsg = _KMSG.match(text)
     if kmsg is not None:
         priority = int(kmsg[1])
         return Record(text[kmsg.end() :], priority >> 3, priority & 7, int(kmsg[2]), int(kmsg[3]))
-    syslog = _SYSLOG.match(text)
-    if syslog is None:
-        bare = _BARE.match(text)
-        assert bare is not None  # noqa: S101  (it matches nothing, too)
-        usec, at = _stamp(bare["stamp"])
-        message = text[bare.end() :]
-        if bare["stamp"] and usec is None and at is None and bare["stamp"] != "...":
-            message = text[bare.start("stamp") - 1 :]  # it belongs to the message
-        return Record(message, _facility(bare["pri"], None), usec=usec, at=at)
-    told = text[syslog.end() :]
+    for pattern, read in ((_SYSLOG, _of_syslog), (_SHORT, _of_short), (_RFC5424, _of_syslog), (_BARE, _of_bare)):
+        found = pattern.match(text)
+        if found is not None:
+            return read(found, text[found.end() :], now)
+    return None
+
+
+def entry_of(entry: Mapping[str, Any]) -> Record | None:
+    """An entry of the journal, by its fields; None for what journald has not read from the kernel.
+
+    Raises KeyError, TypeError or ValueError where it has no time.
+    """
+    at = int(entry["__REALTIME_TIMESTAMP"]) / 1e6
+    if entry.get("_TRANSPORT") != "kernel":
+        return None
+    name, told = (field_of(entry.get(key)) for key in ("SYSLOG_IDENTIFIER", "SYSLOG_FACILITY"))
+    facility = int(told) if told.isdecimal() else KERNEL if name == "kernel" and not told else USER
+    message = field_of(entry.get("MESSAGE"))
+    if facility != KERNEL and name:  # of a user's line journald takes "NVRM: " for the name of a program
+        message = f"{name}: {message}"
+    return Record(message.replace("\n", "\\x0a"), facility, at=at)
+
+
+def field_of(told: Any) -> str:
+    """A journal's field: text, its bytes where they are no UTF-8, the first where it has several; "" where it lacks."""
+    if isinstance(told, list) and told and all(isinstance(byte, int) and 0 <= byte < 256 for byte in told):
+        return bytes(told).decode("utf-8", "replace")
+    if isinstance(told, list):
+        return field_of(told[0]) if told else ""
+    return told if isinstance(told, str) else ""
+
+
+def _of_json(text: str) -> Record | None:
+    """A line of `journalctl --output=json`."""
+    try:
+        entry = json.loads(text[:MOST_JSON_CHARS])
+        return entry_of(entry) if isinstance(entry, dict) else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _of_syslog(found: re.Match[str], told: str, now: float) -> Record:
+    dates = found.groupdict()
+    if bsd := dates.get("bsd"):
+        at = _last_day(bsd, "%b %d %H:%M:%S.%f" if "." in bsd else "%b %d %H:%M:%S", now)
+    elif day := dates.get("day"):
+        at = _date(f"{day}+00:00" if dates["zone"] in ("UTC", "GMT") else day, now)
+    else:
+        at = _date(dates["iso"], now)
     inner = _BARE.match(told)
     assert inner is not None  # noqa: S101
-    usec, _ = _stamp(inner["stamp"])
+    usec, _ = _stamp(inner["stamp"], now)
     message = told if usec is None else told[inner.end() :]
-    at = _date(syslog["iso"] or syslog["bsd"], year)
-    return Record(message, _facility(syslog["pri"], None if syslog["tag"] == "kernel" else USER), at=at)
+    return Record(message, _facility(found["pri"], None if found["tag"] == "kernel" else USER), at=at)
+
+
+def _of_short(found: re.Match[str], told: str, now: float) -> Record:
+    usec, _ = _stamp(found["stamp"], now)
+    return Record(told, usec=usec, at=None if found["unix"] is None else float(found["unix"]))
+
+
+def _of_bare(found: re.Match[str], message: str, now: float) -> Record:
+    usec, at = _stamp(found["stamp"], now) if found["iso"] is None else (None, _date(found["iso"], now))
+    stamp = found["stamp"]
+    if stamp and usec is None and at is None and not _SPAN.fullmatch(stamp):
+        message = found.string[found.start("stamp") - 1 :]  # it belongs to the message
+    facility = None if found["facility"] in (None, "kern") else USER
+    return Record(message, _facility(found["pri"], facility), usec=usec, at=at)
 
 
 def _facility(priority: str | None, otherwise: int | None) -> int | None:
     return otherwise if priority is None else int(priority) >> 3 or otherwise
 
 
-def _stamp(text: str | None) -> tuple[int | None, float | None]:
+def _stamp(text: str | None, now: float) -> tuple[int | None, float | None]:
     """What stands in dmesg's brackets: seconds since boot as usec, or a date as unix seconds."""
     if text is None:
         return None, None
-    seconds = re.fullmatch(r" *(\d{1,12})\.(\d{1,6})", text)
+    seconds = _SECONDS.fullmatch(text)
     if seconds is not None:
         return int(seconds[1]) * 1_000_000 + int(seconds[2].ljust(6, "0")), None
-    return None, _date(text, 1970)
+    return None, _date(text, now)
 
 
-def _date(text: str, year: int) -> float | None:
-    """A date of dmesg -T, of BSD syslog (which tells no year) or of ISO 8601; without a zone it is local."""
-    for form in ("%a %b %d %H:%M:%S %Y", "%Y %b %d %H:%M:%S"):
-        try:
-            told = text if form.endswith("%Y") else f"{year} {text}"
-            return datetime.strptime(told, form).timestamp()  # noqa: DTZ007  (as syslog writes it)
-        except (ValueError, OverflowError):
-            continue
+def _date(text: str, now: float) -> float | None:
+    """A date of dmesg -T or -e, or of ISO 8601; without a zone it is local."""
     try:
         return datetime.fromisoformat(text.replace(",", ".")).timestamp()
     except (ValueError, OverflowError):
-        return None
+        pass
+    try:
+        return datetime.strptime(text, "%a %b %d %H:%M:%S %Y").timestamp()  # noqa: DTZ007  (as dmesg writes it)
+    except (ValueError, OverflowError):
+        return _last_day(text, "%b%d %H:%M", now)
+
+
+def _last_day(text: str, form: str, now: float) -> float | None:
+    """A local date without its year, as unix seconds: the last such day before `now`, or what is only a little ahead."""
+    year = datetime.fromtimestamp(now).year  # noqa: DTZ006  (as syslog writes it)
+    for told in (year, year - 1):
+        try:
+            at = datetime.strptime(f"{told} {text}", f"%Y {form}").timestamp()  # noqa: DTZ007
+        except (ValueError, OverflowError):
+            continue
+        if at <= now + _DAY_S:
+            return at
+    return None
 
 
 # ---- a message ----
@@ -172,8 +257,8 @@ _XID = re.compile(
 _SXID = re.compile(rf"nvidia-nvswitch\d{{1,4}}: SXid \((?:PCI:)?(?P<bdf>{_ADDRESS})\): (?P<number>\d{{1,6}})(?:, ?|$)")
 _PROCESS = re.compile(r"pid=(?P<pid>\d{1,10}|'?<unknown>'?)(?:, name=(?P<name>[^,]{0,256}))?(?:, ?|$)")
 _CAUSE = re.compile(r" caused by previous Xid (\d{1,5})\.?$")
-_NVLINK5 = re.compile(
-    r"(?P<unit>[A-Z][A-Z0-9_]{1,40}) (?i:(?P<non>non-?)?fatal) XC\d{1,3} i(?P<injected>\d{1,3})"
+_NVLINK5 = re.compile(  # the driver pads the unit and the severity; some units are written with that they are a part of
+    r"(?P<unit>[A-Z][A-Z0-9_/]{1,60}) {1,40}(?i:(?P<non>non-?)?fatal) {1,20}XC\d{1,3} i(?P<injected>\d{1,3})"
     r" Link (?P<link>-?\d{1,4}) \((?P<words>0x[0-9A-Fa-f]{1,8}(?:,? 0x[0-9A-Fa-f]{1,8}){0,15})"
 )
 _NVLINK = re.compile(

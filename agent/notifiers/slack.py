@@ -54,10 +54,16 @@ class Slack(Channel):
     def _post(self, body: Mapping[str, Any], now: float) -> None:
         secret = self._secret()
         if self._channel is None:
-            request("POST", secret, now, msgspec.json.encode(body))
+            request("POST", secret, now, msgspec.json.encode(body), judge=judge_webhook)
             return
         body = {"channel": self._channel, **body}
         request("POST", self._url, now, msgspec.json.encode(body), bearer=secret, judge=judge_answer)
+
+
+def judge_webhook(answer: bytes) -> None:
+    """What a webhook says in the body of its 200: "ok" or, of whoever speaks Slack's API there, what that says."""
+    if answer.lstrip().startswith(b"{") and b'"ok"' in answer:
+        judge_answer(answer)
 
 
 def judge_answer(answer: bytes) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agent.hardware.lines import KERNEL, USER, Record
+from agent.hardware.lines import Record, entry_of, field_of
 from agent.sources.log_files import CHUNK_BYTES, When
 
 FOLDERS = (Path("/var/log/journal"), Path("/run/log/journal"))
@@ -115,22 +115,16 @@ class Journal:
         """One entry; None for what is none of the kernel's."""
         try:
             entry = json.loads(line)
-            cursor, at = str(entry["__CURSOR"]), int(entry["__REALTIME_TIMESTAMP"]) / 1e6
+            cursor, record = str(entry["__CURSOR"]), entry_of(entry)
         except (ValueError, KeyError, TypeError):
             return None
         self.cursor["journal"] = cursor
-        message = _text(entry.get("MESSAGE"))
+        message = field_of(entry.get("MESSAGE"))
         if entry.get("_TRANSPORT") == "driver":
             missed = MISSED.match(message)
             self.lost += int(missed[1]) if missed and self._when is not When.FIRST else 0
             return None
-        if entry.get("_TRANSPORT") != "kernel":
-            return None
-        name, told = _text(entry.get("SYSLOG_IDENTIFIER")), _text(entry.get("SYSLOG_FACILITY"))
-        facility = int(told) if told.isdecimal() else KERNEL if name == "kernel" and not told else USER
-        if facility != KERNEL and name:  # of a user's line journald takes "NVRM: " for the name of a program
-            message = f"{name}: {message}"
-        return Record(message.replace("\n", "\\x0a"), facility, at=at)
+        return record
 
     def wait(self, timeout_s: float) -> None:
         """Until there may be more."""
@@ -158,11 +152,3 @@ def _read(fd: int) -> bytes | None:
     except BlockingIOError:
         return None
 
-
-def _text(told: Any) -> str:
-    """A field: text, its bytes where they are no UTF-8, the first where it has several; "" where it is not there."""
-    if isinstance(told, list) and told and all(isinstance(byte, int) and 0 <= byte < 256 for byte in told):
-        return bytes(told).decode("utf-8", "replace")
-    if isinstance(told, list):
-        return _text(told[0]) if told else ""
-    return told if isinstance(told, str) else ""

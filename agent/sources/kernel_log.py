@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -189,12 +188,11 @@ class KernelLog:
         kind = path.stat()
         if stat.S_ISDIR(kind.st_mode):
             return Journal(path, self._cursor, boot)
-        year = datetime.fromtimestamp(self._at[0], UTC).year
         if stat.S_ISREG(kind.st_mode):
-            return Tail(path, self._cursor, boot, year)
+            return Tail(path, self._cursor, boot, self._now())
         if stat.S_ISCHR(kind.st_mode) and kind.st_rdev == KMSG_DEVICE:
             return Kmsg(path, self._cursor, boot)
-        return Pipe(path, boot, year)
+        return Pipe(path, boot, self._now())
 
     def _tell(self, error: OSError) -> None:
         text = f"{self._path}: {error.strerror or error}"

@@ -90,8 +90,8 @@ class Tail:
 
     behind = False
 
-    def __init__(self, path: Path, cursor: Mapping[str, Any], boot: str, year: int) -> None:
-        self._path, self._year = path, year
+    def __init__(self, path: Path, cursor: Mapping[str, Any], boot: str, now: float) -> None:
+        self._path, self._now = path, now
         self._rest = b""
         self.lost = 0
         self._when = When.BEFORE if cursor.get("inode") else When.FIRST
@@ -136,7 +136,7 @@ class Tail:
             self._rest = self._rest[-CHUNK_BYTES:]
             for line in lines:
                 self.cursor["offset"] += len(line) + 1
-                record = record_of(line.decode("utf-8", "replace"), self._year)
+                record = record_of(line.decode("utf-8", "replace"), self._now)
                 if record is not None:
                     yield record, self._when
 
@@ -197,12 +197,12 @@ class Pipe:
 
     behind = False
 
-    def __init__(self, path: Path, boot: str, year: int) -> None:
+    def __init__(self, path: Path, boot: str, now: float) -> None:
         # for writing, too: a FIFO without any writer would be at its end for ever
         self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
-        self._rest, self._year, self.lost = b"", year, 0
+        self._rest, self._now, self.lost = b"", now, 0
         self.cursor: dict[str, Any] = {"boot": boot}
 
     def records(self) -> Iterator[tuple[Record, When]]:
@@ -216,7 +216,7 @@ class Pipe:
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             self._rest = self._rest[-CHUNK_BYTES:]
             for line in lines:
-                record = record_of(line.decode("utf-8", "replace"), self._year)
+                record = record_of(line.decode("utf-8", "replace"), self._now)
                 if record is not None:
                     yield record, When.LIVE
 

@@ -68,7 +68,7 @@ def _pcie(now: str, most: str) -> Callable[[Reader], tuple[float, ...]]:
 
 
 STATE: tuple[Group, ...] = (
-    _field("gpu_recovery", values.RECOVERY_ACTION, "recovery action"),
+    _field(values.RECOVERY_NAME, values.RECOVERY_ACTION, "recovery action"),
     _field("gpu_ecc_corrected", values.ECC_CORRECTED, "corrected errors since the driver was loaded"),
     _field("gpu_ecc_uncorrected", values.ECC_UNCORRECTED, "uncorrected errors since the driver was loaded"),
     _field("gpu_ecc_corrected_ever", values.ECC_CORRECTED_EVER, "corrected errors"),

@@ -76,6 +76,7 @@ THERMAL_NS = Field(pynvml.NVML_FI_DEV_PERF_POLICY_THERMAL)
 POWER_MW = Field(185)  # NVML_FI_DEV_POWER_AVERAGE, what nvidia-smi calls power.draw
 SLOWDOWN_TLIMIT = Field(194, signed=True)  # NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT
 RECOVERY_ACTION = Field(230)  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+RECOVERY_NAME, RESET = "gpu_recovery", 1.0  # nvml.h: NVML_GPU_RECOVERY_ACTION_GPU_RESET
 ECC_CORRECTED, ECC_UNCORRECTED, ECC_CORRECTED_EVER, ECC_UNCORRECTED_EVER = (Field(n) for n in (3, 4, 5, 6))
 RETIRED_CORRECTED, RETIRED_UNCORRECTED, RETIRED_PENDING = Field(29), Field(30), Field(31)
 NVLINK_CRC_FLIT, NVLINK_CRC_DATA, NVLINK_REPLAYS, NVLINK_RECOVERIES = (Field(n) for n in (38, 45, 52, 59))
@@ -91,6 +92,7 @@ FIELDS: Mapping[int, Field] = {
     )
 }  # fmt: skip
 _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by nvmlValueType_t
+_NARROW = frozenset(("uiVal", "siVal"))  # of 32 bits
 
 
 class Reader:
@@ -99,18 +101,23 @@ class Reader:
     def __init__(self, call: Call, gpu: Gpu) -> None:
         self._call = call
         self._gpu = gpu
-        self.fields: dict[int, float | pynvml.NVMLError] = {}
+        self.fields: dict[int, float | pynvml.NVMLError | NoValueError] = {}
         self.got: dict[str, float] = {}
         self.missed: dict[str, Why] = {}
+        self.needs_reset = False  # a call was refused with NVML_ERROR_RESET_REQUIRED
 
     def call(self, name: str, *args: Any) -> Any:
-        return self._call(name, self._gpu.label, self._gpu.handle, *args)
+        try:
+            return self._call(name, self._gpu.label, self._gpu.handle, *args)
+        except pynvml.NVMLError as error:
+            self.needs_reset |= error.value == pynvml.NVML_ERROR_RESET_REQUIRED
+            raise
 
     def field(self, wanted: Field) -> float:
         value = self.fields.get(wanted.id)
         if value is None:
             raise UnsupportedError
-        if isinstance(value, pynvml.NVMLError):
+        if isinstance(value, Exception):
             raise value
         return value
 
@@ -120,7 +127,7 @@ class Reader:
         value = _field_value(told, wanted)
         if _is_unsupported_field(value):
             raise UnsupportedError
-        if isinstance(value, pynvml.NVMLError):
+        if isinstance(value, Exception):
             raise value
         return value
 
@@ -378,6 +385,8 @@ def _poll_state(
 ) -> None:
     for group in state:
         outcome = read_group(reader, gpu, group, now)
+        if isinstance(outcome, Gap) and group.names == (RECOVERY_NAME,) and reader.needs_reset:
+            outcome = (RESET,)  # it is what the driver says in place of every number
         if isinstance(outcome, Gap):
             if outcome.code is not Why.NOT_SUPPORTED:
                 known = [name for name in group.names if name in gpu.had]
@@ -445,7 +454,7 @@ def _fetch_fields(reader: Reader, gpu: Gpu) -> None:
             reader.fields.pop(f, None)
 
 
-def _field_value(told: Any, wanted: Field) -> float | pynvml.NVMLError:
+def _field_value(told: Any, wanted: Field) -> float | pynvml.NVMLError | NoValueError:
     if told.nvmlReturn != pynvml.NVML_SUCCESS:
         return pynvml.NVMLError(told.nvmlReturn)
     if wanted.signed:
@@ -453,6 +462,8 @@ def _field_value(told: Any, wanted: Field) -> float | pynvml.NVMLError:
     if not 0 <= told.valueType < len(_MEMBERS):
         return pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
     value: float = getattr(told.value, _MEMBERS[told.valueType])
+    if _MEMBERS[told.valueType] in _NARROW and is_blank(value):
+        return NoValueError(Why.SENTINEL, f"it gave {value:.0f}, the filler for no data")
     return value
 
 

@@ -54,7 +54,16 @@ def test_every_form_of_the_driver(entry: dict[str, Any]) -> None:
 PREFIXES = ("", "[12345.678901] ", "kernel: ", "kernel: [12345.678901] ", "[...] ", "[Fri Aug 30 11:43:09 2024] ",
             "<4>[  345.000001] ", "Nov 29 23:44:01 gpu-17 kernel: ", "Nov 29 23:44:01 gpu-17 kernel: [12345.678901] ",
             "[12345.678901][ T1234] ", "[12345.678901] [   C12] ",
-            "2026-11-29T23:44:01.123456+00:00 gpu-17 kernel: ", "4,1234,567890,-;", "6,1,2,c,caller=T1;")
+            "2026-11-29T23:44:01.123456+00:00 gpu-17 kernel: ", "4,1234,567890,-;", "6,1,2,c,caller=T1;",
+            # dmesg -x, -x --time-format iso, --time-format iso, -e (an hour's first and the others), -d; Talos
+            "kern  :err   : [12345.678901] ", "kern  :notice: 2026-11-29T20:08:25,000000+00:00 ",
+            "2026-11-29T20:08:25,000000+00:00 ", "[Nov29 20:08] ", "[  +0.000012] ", "[12345.678901 <    0.000012>] ",
+            "192.168.11.119: kern: warning: [2026-04-22T21:27:51.288830314Z]: ",
+            # journalctl -o short-precise, short-iso, short-full, short-monotonic, short-unix; RFC 5424
+            "Nov 29 23:44:01.123456 gpu-17 kernel: ", "2026-11-29T23:44:01+0000 gpu-17 kernel: ",
+            "Sun 2026-11-29 23:44:01 UTC gpu-17 kernel: ", "[12345.678901] gpu-17 kernel: ",
+            "1796046320.123456 gpu-17 kernel: ", "<3>1 2026-11-29T23:44:01.123456Z gpu-17 kernel - - - ",
+            '<3>1 2026-11-29T23:44:01.123456Z gpu-17 kernel - - [meta sequenceId="29"] ')
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -73,7 +82,7 @@ def test_times_of_records() -> None:
     stamped = record_of("[12345.5] x")
     assert stamped is not None
     assert stamped.usec == 12_345_500_000
-    bsd = record_of("Nov 29 23:44:01 gpu-17 kernel: x", year=2026)
+    bsd = record_of("Nov 29 23:44:01 gpu-17 kernel: x", datetime(2026, 12, 3, tzinfo=UTC).timestamp())
     assert bsd is not None
     assert bsd.time(0.0) == datetime(2026, 11, 29, 23, 44, 1).timestamp()  # noqa: DTZ001  (local, as syslog writes)
     iso = record_of("2026-11-29T23:44:01+02:00 gpu-17 kernel: x")
@@ -84,6 +93,23 @@ def test_times_of_records() -> None:
     assert (talk.message, talk.time(0.0)) == ("Fri Aug 30 11:43:09 2024] x", None)
     assert record_of(" SUBSYSTEM=pci") is None
     assert record_of("[drm] ready") == Record("[drm] ready")
+
+
+@pytest.mark.parametrize(("text", "want"), [
+    ("Sun 2026-11-29 23:44:01 UTC gpu-17 kernel: x", datetime(2026, 11, 29, 23, 44, 1, tzinfo=UTC)),
+    ("2026-11-29T23:44:01,500000+02:00 x", datetime(2026, 11, 29, 21, 44, 1, 500_000, tzinfo=UTC)),
+    ("gpu-17: kern: info: [2026-11-29T23:44:01.288830314Z]: x", datetime(2026, 11, 29, 23, 44, 1, 288_830, tzinfo=UTC)),
+    ("1796046320.5 gpu-17 kernel: x", datetime(2026, 11, 30, 13, 45, 20, 500_000, tzinfo=UTC)),
+    ("[Nov29 20:08] x", datetime(2026, 11, 29, 20, 8)),  # noqa: DTZ001
+    ("Dec 31 23:59:58 gpu-17 kernel: x", datetime(2025, 12, 31, 23, 59, 58)),  # noqa: DTZ001
+    ("Feb 29 12:00:00.25 gpu-17 kernel: x", None),  # neither this year nor the last had one
+    ("[  +0.000012] x", None),
+])
+def test_a_date_in_every_form(text: str, want: datetime | None) -> None:
+    """A file with December's lines was read in January: each was of next December, and so of now."""
+    record = record_of(text, datetime(2026, 12, 3, tzinfo=UTC).timestamp())
+    assert record is not None
+    assert (record.message, record.time(0.0)) == ("x", None if want is None else want.timestamp())
 
 
 @pytest.mark.parametrize("first", [
@@ -163,6 +189,13 @@ def test_c058_recovery_action_and_a_line_that_is_broken() -> None:
     ("145, RLW_RXPIPE Non-fatal XC0 i0 Link 13 (0x0409a0c2 0x8)", {"fatal": False, "link": 13, "injected": False}),
     ("145, RLW_RXPIPE NONFATAL XC0 i0 Link 13 (0x0409a0c2 0x8)", {"fatal": False}),
     ("145, RLW_RXPIPE FATAL XC0 i12 Link 13 (0x0409a0c2 0x8)", {"fatal": True, "injected": True}),
+    # as the driver pads them (leptonai/gpud, xid/kmsg_test.go), and units with what they are a part of (nvlink_logs_test.go)
+    ("149, NETIR_LINK_EVT  Fatal   XC0 i0 Link 01 (0x021425c6 0x00000000 0x00000000 0x00000000)",
+     {"unit": "NETIR_LINK_EVT", "fatal": True, "link": 1, "subcode": 33}),
+    ("145, RLW_RXPIPE      Nonfatal XC0 i0 Link 13 (0x0409a0c2 0x00000008", {"unit": "RLW_RXPIPE", "fatal": False}),
+    ("146, TLW_RX/TLW_RX_PIPE0 Nonfatal XC0 i0 Link 00 (0x0000000a 0x00000001 0x00000000 0x00000000)",
+     {"unit": "TLW_RX/TLW_RX_PIPE0", "fatal": False, "link": 0, "error_status": 1}),
+    ("148, NVLPW_CTRL/NVLPW Nonfatal XC0 i0 Link 00 (0x0000000f 0x80000000)", {"fatal": False}),
     ("154, GPU recovery action changed from 0x0 (None) to 0x1 (Reset (of the GPU))", {"action": 1}),
     ("154, GPU recovery action changed from 0x0 to 0x2", {"action_before": 0, "action": 2}),
     ("154, GPU recovery action changed from 0x0 (None) to 0x", {"number": 154, "action": None}),
@@ -232,12 +265,43 @@ def test_c110_only_the_kernel_s_own_words_count() -> None:
     "<11>Nov 29 23:44:01 gpu-17 kernel: NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
     "<11>NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
     "12,1,2,-;NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
+    "user  :err   : [12345.678901] NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
+    "gpu-17: daemon: err: [2026-04-22T21:27:51Z]: NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
+    "<11>1 2026-11-29T23:44:01Z gpu-17 kernel - - - NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
+    "<3>1 2026-11-29T23:44:01Z gpu-17 myapp 12 - - NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
+    "Sun 2026-11-29 23:44:01 UTC gpu-17 myapp[12]: NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
+    '{"__REALTIME_TIMESTAMP": "1796046320123456", "_TRANSPORT": "kernel", "SYSLOG_FACILITY": "1", "SYSLOG_IDENTIFIER": '
+    '"NVRM", "MESSAGE": "Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus."}',
 ])
 def test_c110_in_other_logs(text: str) -> None:
     """The same line by `logger`, by another program's name, or by /dev/kmsg with a daemon's facility."""
     record = record_of(text)
     assert record is not None
     assert not record.trusted
+
+
+@pytest.mark.parametrize(("fields", "xid"), [
+    ('"_TRANSPORT": "kernel", "SYSLOG_FACILITY": "0", "SYSLOG_IDENTIFIER": "kernel"', 79),
+    ('"_TRANSPORT": "kernel", "SYSLOG_IDENTIFIER": "kernel"', 79),  # older journald leaves the kernel's facility out
+    ('"_TRANSPORT": "syslog", "SYSLOG_FACILITY": "0", "SYSLOG_IDENTIFIER": "kernel"', None),  # logger -t kernel
+    ('"SYSLOG_FACILITY": "0"', None),
+])
+def test_lines_of_the_journal_in_json(fields: str, xid: int | None) -> None:
+    """`journalctl -o json` into a file: read as text, no line of it was the driver's."""
+    record = record_of('{"__REALTIME_TIMESTAMP": "1796046320123456", "PRIORITY": "3", "MESSAGE": "NVRM: Xid '
+                       f'(PCI:0000:1a:00): 79, GPU has fallen off the bus.", {fields}}}')
+    line = None if record is None else line_of(record.message)
+
+    assert (None if line is None else line.number) == xid
+    if record is not None:
+        assert (record.trusted, record.at) == (True, 1796046320.123456)
+
+
+@pytest.mark.parametrize("text", ['{"a"', "{}", '{"__REALTIME_TIMESTAMP": "x", "_TRANSPORT": "kernel"}', "{" * 70_000,
+                                  '{"__REALTIME_TIMESTAMP": 1, "_TRANSPORT": "kernel", "MESSAGE": null}'[:-9]])
+def test_json_that_is_no_entry(text: str) -> None:
+    """A line that was cut, and one that is something else."""
+    assert record_of(text) is None
 
 
 def test_a_process_cannot_name_the_cause() -> None:
@@ -323,7 +387,7 @@ def test_a_million_lines(seed: int) -> None:
     "NVRM: Xid (PCI:", "NVRM: Xid (PCI:0000:1a:00): 13, pid=1, name=", "NVRM: Xid (PCI:0000:1a:00): 145, ",
     "0x1, ", "[", " ",
     "NVRM: Rate limiting ", "fabricmanager: detected NVSwitch fatal error 1 on ", " caused by previous Xid 3",
-    "Nov 29 ",
+    "Nov 29 ", "kern :", "a ", "<3>1 2026-11-29T23:44:01Z a kernel - - [", "NVRM: Xid (PCI:0000:1a:00): 145, A",
 ])
 def test_no_line_takes_long(part: str) -> None:
     """A line as long as a record may be, made for a pattern that looks back, is read in milliseconds."""

@@ -260,6 +260,18 @@ def test_c101_what_the_driver_asks_at_the_first_poll(
     assert fires or story.verdict(1)["verdict"] == "HEALTHY"
 
 
+def test_a_gpu_that_must_be_reset_says_so_in_place_of_every_number(tell: Tell) -> None:
+    """NVML_ERROR_RESET_REQUIRED (16) on every call was a GPU that "cannot be read": a ticket after 5 min (gpud#1133)."""
+    story = tell(gpus())
+    assert story.run(60) == []
+    named = dict.fromkeys(("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUUID", "nvmlDeviceGetName",
+                           "nvmlDeviceGetPciInfo"), 0)
+    story.reader.play(gpus(gpu1={"errors": {"*": 16} | named}))
+
+    assert story.run(30) == [("firing", "gpu-recovery")]
+    assert story.verdict(1)["code"] == "recovery.reset"
+
+
 def test_one_of_eight_hangs_nvml(tell: Tell) -> None:
     """A call to GPU 2 does not return: it is UNKNOWN, the seven others miss no more than one read."""
     story = tell(gpus(8), deadline_s=2.0)
