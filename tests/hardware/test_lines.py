@@ -98,7 +98,7 @@ def test_times_of_records() -> None:
 @pytest.mark.parametrize(("text", "want"), [
     ("Sun 2026-11-29 23:44:01 UTC gpu-17 kernel: x", datetime(2026, 11, 29, 23, 44, 1, tzinfo=UTC)),
     ("2026-11-29T23:44:01,500000+02:00 x", datetime(2026, 11, 29, 21, 44, 1, 500_000, tzinfo=UTC)),
-    ("gpu-17: kern: info: [2026-11-29T23:44:01.288830314Z]: x", datetime(2026, 11, 29, 23, 44, 1, 288_830, tzinfo=UTC)),
+    ("a: kern: info: [2026-11-29T23:44:01.288830314Z]: x", datetime(2026, 11, 29, 23, 44, 1, 288_830, tzinfo=UTC)),
     ("1796046320.5 gpu-17 kernel: x", datetime(2026, 11, 30, 13, 45, 20, 500_000, tzinfo=UTC)),
     ("[Nov29 20:08] x", datetime(2026, 11, 29, 20, 8)),  # noqa: DTZ001
     ("Dec 31 23:59:58 gpu-17 kernel: x", datetime(2025, 12, 31, 23, 59, 58)),  # noqa: DTZ001
@@ -189,7 +189,7 @@ def test_c058_recovery_action_and_a_line_that_is_broken() -> None:
     ("145, RLW_RXPIPE Non-fatal XC0 i0 Link 13 (0x0409a0c2 0x8)", {"fatal": False, "link": 13, "injected": False}),
     ("145, RLW_RXPIPE NONFATAL XC0 i0 Link 13 (0x0409a0c2 0x8)", {"fatal": False}),
     ("145, RLW_RXPIPE FATAL XC0 i12 Link 13 (0x0409a0c2 0x8)", {"fatal": True, "injected": True}),
-    # as the driver pads them (leptonai/gpud, xid/kmsg_test.go), and units with what they are a part of (nvlink_logs_test.go)
+    # as the driver pads them (gpud's kmsg_test.go), and units with what they are a part of (its nvlink_logs_test.go)
     ("149, NETIR_LINK_EVT  Fatal   XC0 i0 Link 01 (0x021425c6 0x00000000 0x00000000 0x00000000)",
      {"unit": "NETIR_LINK_EVT", "fatal": True, "link": 1, "subcode": 33}),
     ("145, RLW_RXPIPE      Nonfatal XC0 i0 Link 13 (0x0409a0c2 0x00000008", {"unit": "RLW_RXPIPE", "fatal": False}),
@@ -270,8 +270,8 @@ def test_c110_only_the_kernel_s_own_words_count() -> None:
     "<11>1 2026-11-29T23:44:01Z gpu-17 kernel - - - NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
     "<3>1 2026-11-29T23:44:01Z gpu-17 myapp 12 - - NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
     "Sun 2026-11-29 23:44:01 UTC gpu-17 myapp[12]: NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
-    '{"__REALTIME_TIMESTAMP": "1796046320123456", "_TRANSPORT": "kernel", "SYSLOG_FACILITY": "1", "SYSLOG_IDENTIFIER": '
-    '"NVRM", "MESSAGE": "Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus."}',
+    ('{"__REALTIME_TIMESTAMP": "1796046320123456", "_TRANSPORT": "kernel", "SYSLOG_FACILITY": "1", '
+     '"SYSLOG_IDENTIFIER": "NVRM", "MESSAGE": "Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus."}'),
 ])
 def test_c110_in_other_logs(text: str) -> None:
     """The same line by `logger`, by another program's name, or by /dev/kmsg with a daemon's facility."""

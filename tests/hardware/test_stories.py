@@ -261,7 +261,7 @@ def test_c101_what_the_driver_asks_at_the_first_poll(
 
 
 def test_a_gpu_that_must_be_reset_says_so_in_place_of_every_number(tell: Tell) -> None:
-    """NVML_ERROR_RESET_REQUIRED (16) on every call was a GPU that "cannot be read": a ticket after 5 min (gpud#1133)."""
+    """NVML_ERROR_RESET_REQUIRED (16) on every call was a GPU that cannot be read: a ticket after 5 min (gpud#1133)."""
     story = tell(gpus())
     assert story.run(60) == []
     named = dict.fromkeys(("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUUID", "nvmlDeviceGetName",
