@@ -201,7 +201,7 @@ def _date(text: str, now: float) -> float | None:
 
 
 def _last_day(text: str, form: str, now: float) -> float | None:
-    """A local date without its year, as unix seconds: the last such day before `now`, or what is only a little ahead."""
+    """A local date without its year, as unix seconds: the last such day before `now`, or at most a day ahead."""
     year = datetime.fromtimestamp(now).year  # noqa: DTZ006  (as syslog writes it)
     for told in (year, year - 1):
         try:
