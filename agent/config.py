@@ -95,6 +95,26 @@ def full_url(text: str) -> str:
     return text
 
 
+def hook_url(text: str) -> str:
+    """An address that alerts are sent to as it is. Raises Unfit, also where its path is what a sender is known by."""
+    url = _split_url(full_url(text))
+    host = f".{url.hostname}"
+    if host.endswith(_HOOK_HOSTS) or any(map(_is_key, url.path.split("/"))):
+        raise Unfit("the URL's path is a secret", "write url_file: /path or url_env: NAME")
+    return text
+
+
+# Whoever knows an address there may send to it.
+_HOOK_HOSTS = (".hooks.slack.com", ".discord.com", ".discordapp.com", ".office.com", ".api.telegram.org",
+               ".hooks.zapier.com", ".hc-ping.com")
+
+
+def _is_key(part: str) -> bool:
+    """A UUID, 24 hex digits or more, or 20 characters or more of digits and letters small and large."""
+    return bool(re.fullmatch(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|[0-9a-fA-F]{24,}", part)) or bool(
+        re.fullmatch(r"(?=.*[0-9])(?=.*[a-z])(?=.*[A-Z])[\w-]{20,}", part))
+
+
 def host_port(text: str) -> tuple[str, int]:
     """`127.0.0.1:9959` or `[::1]:9959` in its parts; port 0 lets the system choose. Raises Unfit."""
     match = re.fullmatch(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>[0-9]{1,5})", text)
@@ -284,6 +304,7 @@ def _netns(text: str) -> str | int:
 
 BaseUrl = Annotated[str, Parse(base_url, text=True)]
 FullUrl = Annotated[str, Parse(full_url, text=True)]
+HookUrl = Annotated[str, Parse(hook_url, text=True)]
 Name = Annotated[str, Parse(_name, text=True)]
 Zone = Annotated[str, Parse(_zone, text=True)]
 Availability = Annotated[float, Parse(_availability, what=AS_SHARE)]
@@ -291,8 +312,8 @@ OpenShare = Annotated[float, Parse(_open_share, what=AS_SHARE)]
 Level = Annotated[float | str, Parse(above_zero(duration_s).to, words=("slo",), what="slo, or a duration, as 500ms")]
 Port = Annotated[int, Parse(_port, what="a port")]
 Netns = Annotated[str | int, Parse(_netns, what="a path, as /run/netns/engine, or a process's number")]
-EngineKind = Annotated[str, Parse(lambda text: _kind(text), text=True, words=("auto",))]
-RouterKind = Annotated[str, Parse(lambda text: _router_kind(text), text=True, words=("auto",))]
+EngineKind = Annotated[str, Parse(lambda text: _kind(text), text=True, words=("auto",), what="auto or a kind")]
+RouterKind = Annotated[str, Parse(lambda text: _router_kind(text), text=True, words=("auto",), what="auto or a kind")]
 
 
 def _kind(text: str) -> str:
@@ -405,7 +426,7 @@ class AlertmanagerConfig(_Form, frozen=True):
 class WebhookConfig(_Form, frozen=True):
     """`notify[].webhook`: exactly one of the three."""
 
-    url: FullUrl | None = None
+    url: HookUrl | None = None
     url_file: AbsolutePath | None = None
     url_env: EnvName | None = None
 
@@ -445,7 +466,7 @@ class KubernetesConfig(_Form, frozen=True):
 class HeartbeatConfig(_Form, frozen=True):
     """`notify[].heartbeat`: the dead man's switch; exactly one of the three addresses."""
 
-    url: FullUrl | None = None
+    url: HookUrl | None = None
     url_file: AbsolutePath | None = None
     url_env: EnvName | None = None
     every: Annotated[float, within(duration_s, "1s", "1d")] = 60.0  # s
@@ -681,7 +702,7 @@ class Config(_Form, frozen=True):
     discover: bool = True
     nvml: Literal["auto", "off"] = "auto"
     gpus: GpusConfig = GpusConfig()
-    kernel_log: Annotated[str, Parse(_path_text, text=True, words=("auto", "off"))] = "auto"
+    kernel_log: Annotated[str, Parse(_path_text, text=True, words=("auto", "off"), what="auto, off or a path")] = "auto"
     sources: SourcesConfig = SourcesConfig()
     cluster_rules: bool = False
     pattern: Annotated[str, Parse(_pattern, text=True)] | None = None

@@ -409,7 +409,7 @@ class Signal(Struct, frozen=True):
 class SignalSpec:
     """A row of the signal catalogue, enough to check a rule.
 
-    `params`: name -> kind, one of "duration", "ratio", "number", "slo", "pairs", "name".
+    `params`: name -> kind, one of "duration", "ratio", "number", "slo", "pairs", "name". `most`: it is never over that.
     """
 
     id: str
@@ -419,6 +419,7 @@ class SignalSpec:
     windowed: bool = False
     counted: bool = False  # takes min_count and min_bad
     params: Mapping[str, str] = field(default_factory=dict)
+    most: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

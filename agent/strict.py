@@ -166,6 +166,7 @@ _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _UNITS_BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _LIKELY_UNIT = {"sec": "s", "secs": "s", "second": "s", "seconds": "s", "min": "m", "mins": "m", "minute": "m"}
 _LIKELY_UNIT |= {"minutes": "m", "hr": "h", "hour": "h", "hours": "h", "day": "d", "days": "d", "msec": "ms"}
+_LIKELY_UNIT |= {"week": "w", "weeks": "w"}
 NUMBER = r"(?P<number>[0-9]+(?:\.[0-9]+)?)"
 
 
@@ -180,8 +181,10 @@ def duration_s(text: str) -> float:
         raise Unfit(f"missing unit in duration {number}", f"write {number}s, {number}ms or {number}m")
     if unit not in _UNITS_S or f"{number}{unit}" != text:
         right = _LIKELY_UNIT.get(unit.lower(), unit.lower())
-        right = right if right in _UNITS_S else "s"
-        raise Unfit(f"{cut(text)!r} is not a duration", f"write {number}{right} (the units are ms, s, m, h, d)")
+        if right not in {*_UNITS_S, "w"}:
+            raise Unfit(f"{cut(text)!r} is not a duration", "write it in ms, s, m, h or d")
+        meant = f"{float(number) * 7:g}d" if right == "w" else f"{number}{right}"
+        raise Unfit(f"{cut(text)!r} is not a duration", f"write {meant} (the units are ms, s, m, h, d)")
     seconds = float(number) * _UNITS_S[unit]
     if seconds > 3660 * _UNITS_S["d"]:
         raise Unfit(f"{cut(text)!r} is over ten years", "write a shorter duration")
@@ -559,6 +562,8 @@ class _Reader:
     def parsed(self, node: Any, parse: Parse, path: str) -> Any:
         if isinstance(node, yaml.ScalarNode) and node.value in parse.words:
             return node.value
+        if parse.words and isinstance(node, yaml.ScalarNode) and _form(node) == "truth":
+            return self.fault(node, path, f"wanted {parse.what}, found {self.found(node, path)}", f"write {parse.what}")
         if (parse.text and self.text(node, path) is _BAD) or not self.is_scalar(node, path, parse.what):
             return _BAD
         try:

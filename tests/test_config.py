@@ -205,6 +205,11 @@ def test_a_channel_that_asks_for_what_it_cannot_have(item: str, said: str, tmp_p
         "notify:\n  - pagerduty: {hunter2hunter2}\n",
         'notify:\n  - webhook: {url: "htps://hooks.slack.com/services/hunter2hunter2"}\n',
         'notify:\n  - webhook: {url: "hooks.slack.com/services/hunter2hunter2"}\n',
+        'notify:\n  - webhook: {url: "https://hooks.slack.com/services/hunter2hunter2"}\n',
+        'notify:\n  - webhook: {url: "https://discord.com/api/webhooks/1/hunter2hunter2"}\n',
+        'notify:\n  - webhook: {url: "https://h/hook/hunter2Hunter2hunter2"}\n',
+        'notify:\n  - webhook: {url: "https://h/00112233445566778899aabb"}\n',
+        'notify:\n  - heartbeat: {url: "https://h/ping/6b5c9a1e-9c1f-4e7c-8a53-0123456789ab"}\n',
         'notify:\n  - webhook: {url: "https:/hooks.slack.com/services/hunter2hunter2"}\n',
         "notify:\n  - pagerduty: {routing_key_file: hunter2hunter2}\n",
         "notify:\n  - pagerduty: {routing_key_env: hunter2hunter2}\n",
@@ -246,6 +251,18 @@ def test_an_inline_secret_gets_its_remedy(tmp_path: Path) -> None:
     assert len(said) == 1
     assert said[0].startswith("2: notify[0].pagerduty.routing_key: a secret must not stand in the configuration; ")
     assert said[0].endswith("write routing_key_file: /path or routing_key_env: NAME")
+
+
+@pytest.mark.parametrize("path", ["/hook", "/api/v1/alerts", "/hook/gpu-alerts-2026-production-cluster"])
+def test_a_path_in_words_is_no_secret(path: str, tmp_path: Path) -> None:
+    """A receiver of one's own on the network is written as it is."""
+    assert loaded(f"notify: [{{webhook: {{url: 'http://receiver:9000{path}'}}}}]\n", tmp_path).notify
+
+
+def test_off_in_another_word_is_told_what_can_stand_there(tmp_path: Path) -> None:
+    """`kernel_log: false` was told to quote it, and then that "false" is no path."""
+    assert faults_of("kernel_log: false\n", tmp_path) == [
+        "1: kernel_log: wanted auto, off or a path, found false, a truth value; write auto, off or a path"]
 
 
 def test_a_secret_is_read_when_it_is_used(tmp_path: Path) -> None:
@@ -488,6 +505,10 @@ def test_durations(text: str, seconds: float) -> None:
         ("5min", "write 5m"),
         ("5 s", "write 5s"),
         ("5M", "write 5m"),
+        ("1w", "write 7d"),
+        ("2 weeks", "write 14d"),
+        ("5us", "write it in ms, s, m, h or d"),
+        ("1y", "write it in ms, s, m, h or d"),
         ("2hours", "write 2h"),
         ("0", "write 0s"),
         ("-5s", "as 500ms, 15s"),

@@ -467,6 +467,30 @@ def test_an_override_does_not_turn_a_rule_around(tmp_path: Path) -> None:
     assert load(tmp_path, KV, rules=turned.replace("<", ">")).rules[0].op == ">"
 
 
+@pytest.mark.parametrize(("rule", "fires", "said"), [
+    ("error-rate", "> 5", "the signal error_rate is a ratio, and 5 is 500 %; write 5%"),
+    ("kv-cache-utilization", ">= 1.5", "the signal kv_cache_utilization is a ratio, and 1.5 is 150 %; write 1.5%"),
+    ("kv-cache-utilization", "> 100%", "the signal kv_cache_utilization is never over 100 %; write a limit that"),
+    ("error-rate", "> 1", "a bare 1 may mean 1 % or 100 %; write 1% or 100%"),
+    ("prefix-cache-hit-rate", "< 5", "the signal prefix_cache_hit_rate is a ratio, and 5 is 500 %; write 5%"),
+    ("gpu-temperature", "> 185", "the signal gpu_temperature is never over 126; write a limit that it can pass"),
+])
+def test_a_limit_that_nothing_passes_is_refused(rule: str, fires: str, said: str, tmp_path: Path) -> None:
+    """`error-rate: > 5` was 500 %: the rule was there, green, and could never fire. 185 are degrees Fahrenheit."""
+    (tmp_path / "tocsin.yaml").write_text(f"rules: {{override: {{{rule}: {{fires: '{fires}'}}}}}}\n")
+    with pytest.raises(ConfigErrors, match=re.escape(said)):
+        load_all(tmp_path / "tocsin.yaml", {}, REAL)
+
+
+@pytest.mark.parametrize(("rule", "fires"), [
+    ("kv-cache-utilization", ">= 100%"), ("prefix-cache-hit-rate", "< 100%"), ("qps-change", "> 2"),
+    ("rank-straggler", "> 1.5"), ("gpu-temperature", "> 120")])
+def test_a_limit_that_can_be_passed_is_not(rule: str, fires: str, tmp_path: Path) -> None:
+    """Traffic trebles, and a rank may take more than double: those are shares of no whole."""
+    (tmp_path / "tocsin.yaml").write_text(f"rules: {{override: {{{rule}: {{fires: '{fires}'}}}}}}\n")
+    assert load_all(tmp_path / "tocsin.yaml", {}, REAL)
+
+
 def test_a_disabled_rule_is_gone_and_still_known(tmp_path: Path) -> None:
     """Others may still name it as what they explain."""
     mine = "- {id: hot, signal: gpu_temperature, fires: '> 80', severity: info, causes: [kv]}\n"
