@@ -436,6 +436,12 @@ def test_a_page_in_chunks_is_read_and_half_of_it_is_not(server: PageServer, sour
     assert "incomplete read" in gap_of_kv(batch).why
 
 
+def test_chunks_tell_the_end_whatever_length_stands_beside_them(server: PageServer, source: EngineSource) -> None:
+    """A proxy compressed or re-chunked the page and left the old length there: chunks override it (RFC 9112, 6.3)."""
+    server.set_page(chunked(PAGE), headers={"Transfer-Encoding": "chunked", "Content-Length": str(len(PAGE) + 11)})
+    assert is_whole(source.read(2.0))
+
+
 def test_what_is_not_http_is_said(server: PageServer) -> None:
     """The port of something else: it answers, though nothing that we know."""
     with socket.socket() as other:

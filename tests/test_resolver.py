@@ -141,6 +141,35 @@ def test_c024_a_native_histogram_is_told_as_one_and_not_as_nothing_counted_yet()
         assert (missing.code, "is a native histogram" in missing.why) == (Why.MISSING, True)
 
 
+@pytest.mark.parametrize("kind", ["summary", "histogram"])
+def test_a_latency_without_buckets_is_a_gap_and_its_count_goes_on(kind: str) -> None:
+    """A summary's own p99 cannot be judged over a window: it was taken for an engine without requests."""
+    name = "vllm:time_to_first_token_seconds"
+    quantile = f'{name}{{quantile="0.99"}} 7\n' if kind == "summary" else ""
+    reader = PageReader("t")
+    readings = read(reader, f"# TYPE {name} {kind}\n{quantile}{name}_sum 12\n{name}_count 30\n")
+
+    assert samples(readings, "ttft") == {"sum": 12.0, "count": 30.0}
+    [missing] = gaps(readings, "ttft")
+    assert (missing.code, missing.key, "has no buckets" in missing.why) == (Why.MISSING, "+Inf", True)
+    assert found(reader, "ttft").how is None
+    readings = read(reader, f'{name}_bucket{{le="+Inf"}} 30\n{name}_sum 12\n{name}_count 30\n')
+    assert not gaps(readings, "ttft")
+
+
+def test_c022_a_person_is_told_what_stands_twice_and_what_does_not_read() -> None:
+    """Two workers wrote one page. It may begin on any page, and end."""
+    reader = PageReader("t")
+    for more, said in (("", ""), ('vllm:num_requests_waiting{model_name="m"} 9\n', "told twice"), ("", ""),
+                       ("<half a line\n", "not read: line 2: ")):
+        readings = read(reader, 'vllm:num_requests_waiting{model_name="m"} 7\n' + more)
+        assert value(readings, "waiting") == 7.0
+        note = found(reader, "page").note
+        assert [word in note for word in ("told twice", "not read: line 2: ")] == [
+            word == said for word in ("told twice", "not read: line 2: ")], note
+    assert "half a line" in note
+
+
 def test_c012_a_number_of_an_hour_ago_is_no_reading() -> None:
     """A proxy answered from its cache for an hour, with times: the engine looked alive. 60 s are none too many."""
     page = 'vllm:num_requests_running{{engine="0"}} 1 {0}\nvllm:kv_cache_usage_perc{{engine="0"}} 0.4\n'

@@ -321,6 +321,16 @@ def test_what_is_over_the_last_bound_is_in_the_count_where_no_bucket_tells_it() 
     assert (got.evidence["n"], got.evidence["slow"], verdict(got, "ttft-p99")) == (1000, 50, "breach")
 
 
+def test_a_latency_without_buckets_is_unknown_and_not_idle() -> None:
+    """1,000 first tokens counted, in no bucket (a summary): nobody knows how many were slow, and that is no quiet."""
+    told = {"ttft.count": 1000.0, "ttft.sum": 7000.0}
+    windows = serve(0, 600, lambda at: told if at >= 400 else dict.fromkeys(told, 0.0))
+    gap = Gap("ttft", "e", Why.MISSING, "no buckets", T0 + 605, "+Inf")
+    windows.ingest(Batch("engine:e", T0 + 605, 0.0, (*samples("e", T0 + 605, {**PAGE, **told}), gap)))
+    got = at_end(windows, "ttft-p99", 605)
+    assert (got.code, got.why, verdict(got, "ttft-p99")) == (Why.MISSING, "no buckets", "gap")
+
+
 def two_engines(one: Numbers, two: Numbers | None, end: float = 600.0) -> Windows:
     """A page that tells two engines of one target; None: it tells only the first any more, for the last 100 s."""
     windows = Windows(5.0)

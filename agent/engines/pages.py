@@ -50,6 +50,7 @@ SHOWN_FAMILIES = 12  # of a page that is not understood, in words
 
 SlotKey = tuple[str, str, str]  # (name, subject, key), as in Sample
 Apart = tuple[tuple[str, str], ...]  # a series' labels without those in which copies of one number differ
+_BARE = "{} has no buckets on this page (a summary?), so nobody can tell how many were slow: have it write a histogram"
 _FACTORS: Mapping[str, float] = {"ms": 1e-3, "us": 1e-6, "percent": 1e-2}
 
 
@@ -134,6 +135,7 @@ class _Plan(NamedTuple):
     families: Mapping[str, str]
     layout: list[tuple[str, Mapping[str, str]]]
     had_bad: bool
+    twice: Sequence[str]  # series that came again
     ones: list[_One]
     columns: _Columns  # of the same
     many: list[_Many]
@@ -363,7 +365,8 @@ class PageReader:
         layout = _layout(page)
         if names is None:
             facts, holes = self._not_understood(page)
-            plan = _Plan(page.families, layout, bool(page.bad), [], _columns([]), [], [], holes, (), None, facts)
+            plan = _Plan(page.families, layout, bool(page.bad), page.duplicates, [], _columns([]), [], [], holes, (),
+                         None, facts)
         else:
             plan = self._understood(page, names, restarted, layout)
         self._plan = plan
@@ -472,11 +475,13 @@ class PageReader:
         fixed += [((name, subject, ""), 0.0) for name, had in names.quantities.items()
                   if isinstance(had, Absent) and had.is_zero for subject in self._owners(names, name, subjects)]
         holes += self._holes(names, set(slots), subjects, page)
+        holes += _bare(names, slots)
         self._expected |= set(slots)
         facts = self._say(page, names, subjects, slots, holes)
         starts = self._starts(page.series)
         columns = _columns(ones)
-        return _Plan(page.families, layout, bool(page.bad), ones, columns, many, fixed, holes, starts, names, facts)
+        return _Plan(page.families, layout, bool(page.bad), page.duplicates, ones, columns, many, fixed, holes, starts,
+                     names, facts)
 
     def _keep_gone(self, slots: Mapping[SlotKey, Sequence[_Member]]) -> None:
         """A counter of several series must not drop because one of them left: that would read as a restart."""
@@ -557,12 +562,12 @@ class PageReader:
                     yield _Hole((name, subject, key), code, why)
 
     def _say(
-        self, page: Page, names: Names, subjects: Mapping[str, str], slots: Iterable[SlotKey], holes: Sequence[_Hole]
+        self, page: Page, names: Names, subjects: Mapping[str, str], slots: Collection[SlotKey], holes: Sequence[_Hole]
     ) -> EngineFacts:
         """For people: how each quantity was had, or why not and what to do."""
-        told = {(name, subject) for name, subject, _ in slots}
+        told = {(name, subject) for name, subject, _ in slots} - _without_buckets(slots)
         missing = {hole.slot[:2]: hole for hole in holes}
-        found = [self._say_page(names, {subject for _, subject in told})]
+        found = [self._say_page(page, names, {subject for _, subject, _ in slots})]
         for name, had in names.quantities.items():
             quantity = names.map.quantities[name]
             for subject in self._owners(names, name, subjects):
@@ -588,7 +593,7 @@ class PageReader:
         return EngineFacts(self.target, engines, names.map.kind, next(models, None), names.build, tuple(found), closed,
                            shown_patterns(names.map, page.families), role_of(names.map, page))
 
-    def _say_page(self, names: Names, seen: Set[str]) -> Found:
+    def _say_page(self, page: Page, names: Names, seen: Set[str]) -> Found:
         title, whose = names.map.title, names.map.versioned
         version = f"{whose} {names.at_least} or later, by its names" if names.at_least else whose
         version = version if whose == title else f"{title}: {version}"
@@ -600,6 +605,11 @@ class PageReader:
         if lacking and len(lacking) < len(self._indices):
             notes.append(f"of the engines {self._indices[0]} to {self._indices[-1]} this page tells nothing of "
                          + ", ".join(lacking))
+        if page.duplicates:
+            more = f" and {len(page.duplicates) - 1} more" if len(page.duplicates) > 1 else ""
+            notes.append(f"told twice, and the first counts: {page.duplicates[0]}{more}")
+        if page.bad_count:
+            notes.append(f"not read: {page.error}")
         if self._removed:
             notes.append("gone since the last build: " + ", ".join(self._removed))
         return Found("page", self.target, version, note="; ".join(notes))
@@ -636,7 +646,7 @@ def _layout(page: Page) -> list[tuple[str, Mapping[str, str]]]:
 
 
 def _is_same(plan: _Plan, page: Page, layout: list[tuple[str, Mapping[str, str]]]) -> bool:
-    return plan.families == page.families and plan.layout == layout
+    return plan.families == page.families and plan.layout == layout and plan.twice == page.duplicates
 
 
 def _columns(ones: Sequence[_One]) -> _Columns:
@@ -653,6 +663,25 @@ def _spelt(had: Chosen) -> str:
 def _is_plain(name: str, quantity: Quantity) -> bool:
     """One number a subject, without keys."""
     return SAMPLES[name] != "histogram" and quantity.key is None
+
+
+def _without_buckets(slots: Iterable[SlotKey]) -> set[tuple[str, str]]:
+    """Of which (name, subject) a sum and a count are told and no bucket: a summary, or a histogram made without."""
+    told, with_buckets = set(), set()
+    for name, subject, key in slots:
+        if SAMPLES[name] == "histogram":
+            told.add((name, subject))
+            if not math.isnan(_number(key)):
+                with_buckets.add((name, subject))
+    return told - with_buckets
+
+
+def _bare(names: Names, slots: Iterable[SlotKey]) -> Iterator[_Hole]:
+    """A Gap for each latency that is told without buckets. Its count goes on: arrivals are judged by it."""
+    for name, subject in sorted(_without_buckets(slots)):
+        had = names.quantities[name]
+        if isinstance(had, Chosen):
+            yield _Hole((name, subject, "+Inf"), Why.MISSING, _BARE.format(had.family))
 
 
 def _with_series(names: Names, series: Sequence[Series]) -> Names:

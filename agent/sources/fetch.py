@@ -168,6 +168,8 @@ class Fetcher:
             if answer.will_close:
                 self.close()
             headers = {name.lower(): value for name, value in reversed(answer.headers.items())}
+            if answer.chunked:  # the chunks tell the end, whatever length a proxy left there (RFC 9112, 6.3)
+                headers.pop("content-length", None)
             return Answer(answer.status, headers, body)
 
     def _connect(self) -> socket.socket:
