@@ -24,6 +24,8 @@ SeriesKey = tuple[str, str, str]  # (name, subject, key)
 RAW_KEEP_S = 3600.0 + 600.0
 COARSE_KEEP_S = 3 * 86400.0 + 3600.0
 COARSE_EVERY_S = 60.0
+HOUR_S = 3600.0
+MOST_COARSE_AN_HOUR = 180  # one a minute and those around 60 breaks: enough for an engine that dies each minute
 LATE_INTERVALS = 3  # a gap longer than this many intervals was not watched
 
 # What windows over an hour need: error ratios for burn rates, arrivals and business metrics for "this time yesterday",
@@ -221,6 +223,10 @@ class Track:
             del self.columns[key], group[key[2]]
             if not group:
                 del self.groups[key[:2]]
+
+    def rows_since(self, start: float) -> int:
+        """How many rows there are from a time on."""
+        return len(self.times) - bisect_left(self.times, start)
 
     def keys_now(self, group: tuple[str, str]) -> frozenset[str]:
         """The keys of a (name, subject) that the last row told."""
@@ -429,19 +435,21 @@ class Windows:
         self._unsaved.append(row)
         restarted_at = self._restarted_at(row.track)
         shift_s = self._add(row)
-        self._thin_out(row, broken=shift_s != 0 or self._restarted_at(row.track) != restarted_at)
+        self._thin_out(row, stepped=shift_s != 0, restarted=self._restarted_at(row.track) != restarted_at)
 
     def _restarted_at(self, name: str) -> float | None:
         return self.tracks[name].restarted_at if name in self.tracks else None
 
-    def _thin_out(self, row: Row, *, broken: bool) -> None:
+    def _thin_out(self, row: Row, *, stepped: bool, restarted: bool) -> None:
         """A row a minute, and the two around a break.
 
         Around a restart and where a series is told no more, else what rose just before would be lost; around a step
-        back of the clock, so that both tracks move alike, also when they are restored.
+        back of the clock, so that both tracks move alike, also when they are restored. Where every read is a break (an
+        address behind which two engines answer in turn) the numbers mean nothing, and must not fill the memory.
         """
         track, last = self.coarse.get(row.track), self._kept.get(row.track)
-        broken = broken or (last is not None and tells_less(row, last))
+        torn = restarted or (last is not None and tells_less(row, last))
+        broken = stepped or (torn and track is not None and track.rows_since(row.at - HOUR_S) < MOST_COARSE_AN_HOUR)
         self._keep(row)
         if track is None or not broken:
             due = [row] if track is None or row.at - track.times[-1] >= COARSE_EVERY_S - 0.5 else []

@@ -294,6 +294,33 @@ def test_an_engine_that_the_page_never_told_of_is_blind_and_the_others_are_judge
     assert set(of["blind", "t"].evidence["lost"]) == {"queue_age of t/2", "kv_cache_utilization of t/2"}
 
 
+def reasons(page: str, of: range) -> bytes:
+    """A page of vLLM on which requests also ended for these reasons, one each."""
+    known = next(line for line in page.splitlines() if 'finished_reason="stop"' in line).rpartition(" ")[0]
+    more = "".join(known.replace("stop", f"user {i}") + " 1\n" for i in of)
+    return page.replace(known, more + known).encode()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_label_that_is_new_each_time_costs_its_own_number_and_no_memory(at_once: bool) -> None:
+    """A fork of vLLM wrote the user into finished_reason: 300 users are 300 reasons, on one page or one after the
+    other, each of which was remembered for three days. The error rate says so; the rest goes on, and so does it once
+    the engine restarts without that."""
+    reader, page = PageReader("t"), PAGES["vllm-0.32"](600)
+    asked = [range(300)] if at_once else [range(i, i + 1) for i in range(300)]
+    for n, of in enumerate(asked):
+        readings = reader.read(reasons(page, of), "text/plain", T0 + n)
+    (gap,) = [r for r in readings if r.name == "finished"]
+    assert isinstance(gap, Gap)
+    assert gap.code == "too_large"
+    assert "more than 200 values of finished_reason" in gap.why
+    assert next(r for r in readings if r.name == "kv_usage" and isinstance(r, Sample)).value == 0.83
+    assert len(readings) < 200
+    restarted = page.replace("process_start_time_seconds 9.9999e+08", "process_start_time_seconds 1.0001e+09")
+    again = reader.read(reasons(restarted, range(2)), "text/plain", T0 + 9000)
+    assert {"user 0", "user 1", "stop"} <= {r.key for r in again if r.name == "finished" and isinstance(r, Sample)}
+
+
 def two_ranks(waits: float, until_s: float) -> Mapping[tuple[str, str], Signal]:
     """SGLang's two data-parallel engines at second 300: one first token a second of t/0 until `until_s`, nine of t/1;
     from 100 s on so many wait at t/0. First tokens are told for both together."""

@@ -7,7 +7,7 @@ it changes: the page of a live engine changes its numbers at every read, and its
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -43,6 +43,9 @@ LARGEST = 1.7976931348623157e308  # every finite number is at most this
 PERCENT_FROM = 1.5  # a share over this is in percent
 SHARE_TOP = 1.0 + 1e-9  # what rounding may make of 1
 MOST_ENGINES = 256  # that one page may tell of; indices farther apart are names
+# Reasons, statuses or buckets of one number of one engine; of a router its workers, those included that are long gone.
+# More are something new each time (a request, an error's text), and each would be remembered for days.
+MOST_KEYS: Mapping[str, int] = {"engine": 200, "router": 2000}
 RESTART_S = 1.0  # a process start time that moved by more is another process
 NAMELESS = frozenset({None, "", "undefined"})  # a model's label that names none (trtllm-serve to about 1.2)
 ROLES = frozenset({"prefill", "decode"})
@@ -184,6 +187,7 @@ class PageReader:
         self._expected: set[SlotKey] = set()  # seen since this process of the engine began
         self._places: dict[SlotKey, dict[Apart, list[int]]] = {}  # of each counter's series, at the last plan
         self._gone: dict[SlotKey, dict[Apart, float]] = {}  # series that vanished while others of their counter stayed
+        self._crowded: set[tuple[str, str]] = set()  # (name, subject) with more than MOST_KEYS since this process began
         self._series: Sequence[Series] = ()  # of the last page
         self._percent: set[tuple[str, str]] = set()  # (build, quantity) that turned out to be in percent
         self._started: float | None = None
@@ -358,9 +362,8 @@ class PageReader:
     def _replan(self, page: Page, restarted: bool) -> _Plan:
         """Work out anew what stands where. `restarted`: another process may have other engines and features."""
         if restarted:
-            self._expected.clear()
-            self._places.clear()
-            self._gone.clear()
+            for known in (self._expected, self._places, self._gone, self._crowded):
+                known.clear()
         names = self._resolve(page, restarted)
         layout = _layout(page)
         if names is None:
@@ -455,6 +458,7 @@ class PageReader:
         slots = _slots(members, names, subjects, self.target)
         self._shared = frozenset() if self.target in subjects.values() else frozenset(
             name for name, subject, _ in slots if subject == self.target and names.map.quantities[name].of == "engine")
+        slots = self._leave_crowded(slots, MOST_KEYS[names.map.role])
         self._keep_gone(slots)
         ones: list[_One] = []
         many: list[_Many] = []
@@ -474,6 +478,8 @@ class PageReader:
                 _from_values(slot, quantity, group, names, plus, ones, many)
         fixed += [((name, subject, ""), 0.0) for name, had in names.quantities.items()
                   if isinstance(had, Absent) and had.is_zero for subject in self._owners(names, name, subjects)]
+        holes += [_Hole((name, subject, ""), Why.TOO_LARGE, _crowd_text(names, name))
+                  for name, subject in sorted(self._crowded)]
         holes += self._holes(names, set(slots), subjects, page)
         holes += _bare(names, slots)
         self._expected |= set(slots)
@@ -482,6 +488,13 @@ class PageReader:
         columns = _columns(ones)
         return _Plan(page.families, layout, bool(page.bad), page.duplicates, ones, columns, many, fixed, holes, starts,
                      names, facts)
+
+    def _leave_crowded(self, slots: Mapping[SlotKey, list[_Member]], most: int) -> dict[SlotKey, list[_Member]]:
+        """The slots but those of numbers that have, or had, more than `most` keys; of them nothing is remembered."""
+        count = Counter((name, subject) for name, subject, _ in {*slots, *self._expected})
+        self._crowded |= {of for of, keys in count.items() if keys > most}
+        self._expected = {slot for slot in self._expected if slot[:2] not in self._crowded}
+        return {slot: group for slot, group in slots.items() if slot[:2] not in self._crowded}
 
     def _keep_gone(self, slots: Mapping[SlotKey, Sequence[_Member]]) -> None:
         """A counter of several series must not drop because one of them left: that would read as a restart."""
@@ -530,7 +543,7 @@ class PageReader:
         self, names: Names, slots: set[SlotKey], subjects: Mapping[str, str], page: Page
     ) -> Iterator[_Hole]:
         """A Gap for all that should stand on this page and does not."""
-        told = {(name, subject) for name, subject, _ in slots}
+        told = {(name, subject) for name, subject, _ in slots} | self._crowded  # these have a Gap of their own
         seen = {subject for _, subject in told}
         spoilt = _spoilt(names, page, {name for name, _ in told})
         keys, known = defaultdict(list), {slot[1] for slot in self._expected}
@@ -613,6 +626,13 @@ class PageReader:
         if self._removed:
             notes.append("gone since the last build: " + ", ".join(self._removed))
         return Found("page", self.target, version, note="; ".join(notes))
+
+
+def _crowd_text(names: Names, name: str) -> str:
+    had, label = names.quantities[name], names.map.quantities[name].key or "le"
+    family = had.family if isinstance(had, Chosen) else name
+    return (f"{family} has had more than {MOST_KEYS[names.map.role]} values of {label}: something that is new each time"
+            " is written there, and it is not read until the process behind this page restarts without that")
 
 
 def role_of(engine_map: EngineMap, page: Page) -> str:
