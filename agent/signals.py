@@ -736,8 +736,8 @@ def error_trouble(ask: Ask, target: Target) -> Signal | None:
 def error_burn(ask: Ask) -> Signal:
     """H7. Burn of the error budget, as a multiple of the rule's factor: the worst of its (long, short) window pairs.
 
-    burn = Wilson's lower bound of errors ÷ requests, ÷ (1 − availability), x min(1, watched ÷ window). A pair whose long
-    window has fewer errors than the rule's smallest number burns nothing: of 99.9 % one request of twelve would be 14.4.
+    burn = Wilson's lower bound of errors ÷ requests, ÷ (1 − availability), x min(1, watched ÷ window). A pair whose
+    long window has fewer errors than `min_bad` counts for nothing: of 99.9 %, one request of twelve burns over 14.4.
     """
     of_node = ask.spec.subject == "node" or ask.target is None
     targets = list(ask.scene.targets.values()) if of_node or ask.target is None else [ask.target]

@@ -522,7 +522,8 @@ def test_c075_f_no_request_is_no_burn_and_no_division() -> None:
     assert (got.state, got.evidence["burn_5m"]) == ("idle", 0.0)
 
 
-@pytest.mark.parametrize(("failed", "burn_1h", "want"), [(1, 206.5, "clear"), (4, 510.1, "clear"), (5, 565.5, "breach")])
+@pytest.mark.parametrize(("failed", "burn_1h", "want"), [
+    (1, 206.5, "clear"), (4, 510.1, "clear"), (5, 565.5, "breach")])
 def test_one_request_of_a_quiet_night_pages_nobody(failed: float, burn_1h: float, want: str) -> None:
     """At 3 a.m. the hour's one request failed: 100 %, by Wilson 1 ÷ (1 + 1.96²) = 20.7 % of an allowed 0.1 %.
 

@@ -40,8 +40,8 @@ class Cluster(NamedTuple):
 
     @property
     def times(self) -> int:
-        """How often it happened, as far as either tells."""
-        return max(self.in_log, self.in_nvml)
+        """How often it happened, as far as either tells; what only a sentence without a number told, once."""
+        return max(self.in_log, self.in_nvml, 1)
 
 
 @dataclass
@@ -158,6 +158,8 @@ class History:
             self._make_room(event.at)
             entry = self.entries[key] = Entry(kind, event.device, number, subject, event.first_at, event.at)
         in_log, in_nvml = (event.count, 0) if event.origin == "log" else (0, event.count)
+        if event.kind == "lost":  # the driver writes Xid 79 and, beside it, this sentence
+            in_log = 0
         last = entry.clusters[-1] if entry.clusters else None
         told = last is not None and last.in_nvml > last.in_log and abs(last.last_at - event.first_at) <= JOIN_S
         if event.origin == "log" and kind == "xid" and not told:  # NVML did not tell it by its number

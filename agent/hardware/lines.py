@@ -88,6 +88,8 @@ _BARE = re.compile(
 _SECONDS = re.compile(r" *(\d{1,12})\.(\d{1,6})(?: <[^>]{1,20}>)?")
 _SPAN = re.compile(r"\.\.\.| *\+\d{1,12}\.\d{1,6}|< *\d{1,12}\.\d{1,6}>")  # since the line before it: no time
 _DAY_S = 86400.0
+# What dmesg and journalctl indent below "NVRM: The NVIDIA GPU …"; by itself it says nothing.
+_REST_OF_LOST = ("NVRM: (PCI ID:", "NVRM: installed in this system has", "NVRM: fallen off the bus and is not respond")
 
 
 def record_of(text: str, now: float = 0.0) -> Record | None:
@@ -95,8 +97,9 @@ def record_of(text: str, now: float = 0.0) -> Record | None:
 
     `now`: unix seconds; a date that tells no year is the last such day before it.
     """
-    if text.startswith((" ", "\t")):  # the key=value lines after a record
-        return None
+    if text.startswith((" ", "\t")):  # the key=value lines after a record, or the rest of a message of several lines
+        rest = text[:MOST_CHARS].strip()
+        return Record(rest) if rest.startswith(_REST_OF_LOST) else None
     if text.startswith("{"):
         return _of_json(text)
     text = text[:MOST_CHARS].partition("\n")[0].rstrip("\r")

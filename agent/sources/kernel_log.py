@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from agent.hardware.lines import Line, Reader, Record
+from agent.hardware.lines import Line, Reader, Record, line_of
 from agent.model import Batch, Event, EventKind, Gap, Sample, Why
 from agent.sources.journal import FOLDERS, MACHINE_ID, Journal, folder_here
 from agent.sources.log_files import Kmsg, Log, Pipe, Tail, When
@@ -239,7 +239,7 @@ class KernelLog:
 
     def _take(self, record: Record, reader: Reader, when: When, cursor: Mapping[str, Any]) -> None:
         """One record, which ends at `cursor`."""
-        line = reader.read(record.message)
+        line = reader.read(record.message) if record.trusted else line_of(record.message)
         if line is None or line.kind == "more" or (record.seq == -1 and line.kind != "map"):
             return
         now = self._now()

@@ -122,7 +122,10 @@ def test_the_stronger_action_wins() -> None:
     ("two faults, both told twice", [log(79), nvml(79, 1), log(79, 60), nvml(79, 61)], 2),
     ("NVML alone, for the log cannot be read", [nvml(79), nvml(79, 60)], 2),
     ("another GPU's", [log(79), nvml(79, 1, B)], 1),
-    ("lost without a number, and with it", [of_text(f"NVRM: GPU {A}.0: GPU has fallen off the bus."), log(79, 1)], 2),
+    # the driver writes both at one fall (osHandleGpuLost)
+    ("lost without a number, and with it", [of_text(f"NVRM: GPU {A}.0: GPU has fallen off the bus."), log(79, 1)], 1),
+    ("with a number, and without it", [log(79), of_text(f"NVRM: GPU {A}.0: GPU has fallen off the bus.")], 1),
+    ("lost without a number alone", [of_text(f"NVRM: GPU {A}.0: GPU has fallen off the bus.")], 1),
 ])
 def test_what_both_tell_is_counted_once(story: str, events: list[Event], count: int) -> None:
     """The log and NVML tell each Xid: counted as two it would repeat at once."""

@@ -233,6 +233,23 @@ def test_c110_a_forged_line_is_no_xid(tmp_path: Path, start: Start) -> None:
     assert XID in more[0].detail["text"] or XID in more[1].detail["text"]
 
 
+def test_a_message_of_three_lines_as_dmesg_indents_them(tmp_path: Path, start: Start) -> None:
+    """Two of its lines begin with spaces, as what follows a record of /dev/kmsg does: the lost GPU was passed over.
+
+    The same by `logger`, of another GPU, is no word of the kernel's, and completes nothing.
+    """
+    rest = ("               NVRM: (PCI ID: 10de:26b5) installed in this system has",
+            "               NVRM: fallen off the bus and is not responding to commands.")
+    log = tmp_path / "dmesg"
+    log.touch()
+    source = start(log)
+    assert last(source).events == ()
+    add(log, "Nov 30 13:45:20 gpu-17 x[1]: NVRM: The NVIDIA GPU 0000:1a:00.0", *rest, " SUBSYSTEM=pci")
+    assert quiet(source, log) == []
+    add(log, "[ 1843.308145] NVRM: The NVIDIA GPU 0000:b3:00.0", *rest)
+    assert [(e.kind, e.device) for e in events(source)] == [("lost", "0000:b3:00")]
+
+
 def test_a_flood_of_forged_lines_hides_nothing(tmp_path: Path, start: Start) -> None:
     """A user writes ten thousand lines of ten thousand GPUs: the memory of what the kernel said must not overflow."""
     log = tmp_path / "kmsg"
