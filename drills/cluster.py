@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -58,17 +60,23 @@ def denied(code: int, status: Mapping[str, Any]) -> Denied:
     """What the API means by its no to an eviction: 429 says three different things. Pure."""
     details = status.get("details") or {}
     causes = [cause for cause in details.get("causes") or () if cause.get("reason") == "DisruptionBudget"]
-    told = "; ".join(str(cause.get("message", "")) for cause in causes) or str(status.get("message") or f"HTTP {code}")
-    after_s = float(details.get("retryAfterSeconds") or 0)
-    if code == HTTPStatus.TOO_MANY_REQUESTS and causes:
+    said = str(status.get("message") or f"HTTP {code}")
+    told = "; ".join(str(cause.get("message", "")) for cause in causes) or said
+    after_s = _seconds(details.get("retryAfterSeconds"))
+    if code == HTTPStatus.TOO_MANY_REQUESTS and (causes or "disruption budget" in said.lower()):  # older ones: no cause
         if after_s > 0:
             return Denied("processing", told, after_s)
         return Denied("blocked_by_pdb", told, BLOCKED_AGAIN_S)
     if code == HTTPStatus.TOO_MANY_REQUESTS:
         return Denied("throttled", told, max(after_s, 1.0))
-    if code == HTTPStatus.INTERNAL_SERVER_ERROR:
+    if code == HTTPStatus.INTERNAL_SERVER_ERROR and "PodDisruptionBudget" in said:  # else the server itself has failed
         return Denied("misconfigured", told)
     return Denied("other", told)
+
+
+def _seconds(value: object) -> float:
+    """Of a number, or of a header that is one; 0 for anything else."""
+    return float(str(value)) if re.fullmatch(r"[0-9]{1,6}", str(value)) else 0.0
 
 
 def configured() -> bool:
@@ -119,7 +127,7 @@ class Cluster:
             if answer.status_code >= HTTPStatus.BAD_REQUEST:
                 with_body = answer.read()
                 answer.close()
-                raise _error(answer.status_code, with_body)
+                raise _error(answer.status_code, with_body, answer.headers.get("Retry-After"))
         except self._silent as error:
             raise ClusterError(f"the Kubernetes API gives no answer: {type(error).__name__}: {error}") from error
         return answer
@@ -148,7 +156,14 @@ class Cluster:
         found: list[Object] = []
         params = {"limit": str(PAGE), **_selectors(labels, fields)}
         while True:
-            told = self.ask("GET", path, params)
+            try:
+                told = self.ask("GET", path, params)
+            except ClusterError as error:
+                if error.code != HTTPStatus.GONE or "continue" not in params:
+                    raise
+                # What the first pages told was compacted away meanwhile: once more, and all of it at once.
+                found, params = [], _selectors(labels, fields)
+                continue
             found += told.get("items") or ()
             meta = told.get("metadata") or {}
             if not meta.get("continue"):
@@ -188,6 +203,7 @@ class Cluster:
                 del items
                 yield seen
                 while not stop.is_set():
+                    begun, from_here = time.monotonic(), since
                     for kind, thing in self.watch(path, since, labels=labels, fields=fields, for_s=for_s):
                         since = str(thing["metadata"]["resourceVersion"])
                         if kind != "BOOKMARK":
@@ -196,6 +212,10 @@ class Cluster:
                             yield seen
                         if stop.is_set():
                             return
+                    if since == from_here and time.monotonic() - begun < min(again_s, for_s / 2):
+                        # Some servers say nothing instead of 410, at once: it would be asked again and again.
+                        stop.wait(again_s)
+                        break
             except ClusterError as error:  # 410: compacted; 504: too new; 0: the connection. The list tells all.
                 if failed is not None:
                     failed(error)
@@ -375,12 +395,15 @@ def _selectors(labels: str, fields: str) -> dict[str, str]:
     return {key: value for key, value in (("labelSelector", labels), ("fieldSelector", fields)) if value}
 
 
-def _error(code: int, body: bytes) -> ClusterError:
+def _error(code: int, body: bytes, retry_after: str | None = None) -> ClusterError:
+    """`retry_after`: of its header; whoever throttles before the API's own code gives no other."""
     try:
         status = json.loads(body)
         message = str(status["message"])
     except (ValueError, LookupError, TypeError):
-        status, message = {}, body.decode(errors="replace")[:200]
+        status, message = {}, " ".join(body.decode(errors="replace")[:200].split())
+    if retry_after is not None:
+        status = {**status, "details": {"retryAfterSeconds": retry_after, **(status.get("details") or {})}}
     return ClusterError(f"the Kubernetes API says {code}: {message}", code, status)
 
 

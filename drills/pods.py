@@ -129,13 +129,23 @@ def why_not_back(pods: Sequence[Object], victim: str, before: Sequence[str], wor
     return "; ".join(said)
 
 
+def _happened_at(event: Object) -> float:
+    """When it was last counted; events of a series keep that apart."""
+    series = event.get("series") or {}
+    told = series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime")
+    return time_of(told or (event.get("metadata") or {}).get("creationTimestamp")) or 0.0
+
+
 def _waits_for(pod: Object, events: Sequence[Object]) -> str:
+    """The latest warning that still holds, else what its conditions and containers say."""
     status = pod.get("status") or {}
-    told = [str(one.get("message", "")) for one in events
-            if (one.get("involvedObject") or {}).get("uid") == uid_of(pod) and one.get("type") == "Warning"]
+    own = [one for one in events if (one.get("involvedObject") or {}).get("uid") == uid_of(pod)
+           and one.get("type") == "Warning"
+           and not (one.get("reason") == "FailedScheduling" and has_condition(pod, "PodScheduled"))]
+    told = [str(one.get("message", "")) for one in sorted(own, key=_happened_at, reverse=True)]
     told += [str(one.get("message") or one.get("reason")) for one in status.get("conditions") or ()
              if one.get("type") == "PodScheduled" and one.get("status") == "False"]
-    for one in status.get("containerStatuses") or ():
+    for one in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
         waiting = (one.get("state") or {}).get("waiting") or {}
         if waiting:
             told.append(": ".join(filter(None, (waiting.get("reason"), waiting.get("message")))))

@@ -163,6 +163,25 @@ def test_what_a_429_means() -> None:
     assert denied(403, {"message": "no"}) == Denied("other", "no")
 
 
+def test_what_else_an_eviction_is_answered_with() -> None:
+    """A budget's no without a cause was asked for again each second; a server out of order is no wrong budget."""
+    old = "Cannot evict pod as it would violate the pod's disruption budget."
+    assert denied(429, {"code": 429, "message": old}) == Denied("blocked_by_pdb", old, 5.0)
+    two = "This pod has more than one PodDisruptionBudget, which the eviction subresource does not support."
+    assert denied(500, {"code": 500, "message": two}) == Denied("misconfigured", two)
+    assert denied(500, {"code": 500, "message": "etcdserver: leader changed"}).kind == "other"
+
+
+def test_who_throttles_by_a_header_alone() -> None:
+    """kubernetes/kubernetes: priority and fairness answers in plain text, and says how long in Retry-After."""
+    error = cluster._error(429, b"Too many requests, please try again later.\n", "7")
+    assert str(error) == "the Kubernetes API says 429: Too many requests, please try again later."
+    assert denied(error.code, error.status).retry_after_s == 7.0
+    told = cluster._error(429, b'{"message": "m", "details": {"retryAfterSeconds": 10}}', "1")
+    assert denied(told.code, told.status).retry_after_s == 10.0
+    assert denied(429, cluster._error(429, b"", "soon").status).retry_after_s == 1.0
+
+
 # Watches
 
 
@@ -251,6 +270,34 @@ def test_a_watch_that_fails_is_begun_anew(api: Api) -> None:
     stop.set()
     api.pod("wakes-it")
     thread.join(30.0)
+
+
+class Silent(Cluster):
+    """A server that ends each watch at once, and says nothing: kubernetes/kubernetes#104171."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def all(self, path: str, *, labels: str = "", fields: str = "") -> tuple[list[dict[str, Any]], str]:
+        return [], "7"
+
+    def watch(self, path: str, since: str, *, labels: str = "", fields: str = "",
+              for_s: float = 20.0) -> Iterator[tuple[str, dict[str, Any]]]:
+        self.asked += 1
+        return iter(())
+
+
+def test_a_watch_that_ends_at_once_is_not_asked_for_in_a_loop() -> None:
+    """Instead of 410 it said nothing: the API was asked thousands of times a second, and the list never again."""
+    silent = Silent()
+    lists = silent.follow("pods", threading.Event(), again_s=0.05)
+    begun = time.monotonic()
+
+    for _ in range(3):
+        next(lists)
+
+    assert silent.asked == 2
+    assert time.monotonic() - begun >= 0.1
 
 
 def test_a_list_of_the_future(api: Api) -> None:
@@ -364,3 +411,20 @@ def test_pages_of_a_list(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
         api.pod(f"p{number}", labels=LABELS)
     monkeypatch.setattr(cluster, "PAGE", 2)
     assert len(api.cluster.pods(api.namespace)) == 3
+
+
+def test_a_list_whose_first_page_is_forgotten(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second page was 410 (compacted), and a drill was refused for it: the whole list is asked for instead."""
+    for number in range(3):
+        api.pod(f"p{number}", labels=LABELS)
+    monkeypatch.setattr(cluster, "PAGE", 2)
+    ask = api.cluster.ask
+
+    def forgets(method: str, path: str, params: Any = None, *args: Any, **more: Any) -> Any:
+        if params and "continue" in params:
+            raise ClusterError("the provided continue parameter is too old", 410)
+        return ask(method, path, params, *args, **more)
+
+    monkeypatch.setattr(api.cluster, "ask", forgets)
+
+    assert {pod["metadata"]["name"] for pod in api.cluster.pods(api.namespace)} == {"p0", "p1", "p2"}

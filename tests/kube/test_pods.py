@@ -55,6 +55,22 @@ def test_c091_a_replacement_that_never_gets_ready() -> None:
     assert pods.why_not_back([*found[1:2], pod("vllm-3", uid="u-3", ready=True)], "u-1", ["u-1", "u-2"], VLLM) == ""
 
 
+def test_what_a_replacement_waits_for_now() -> None:
+    """It had waited for a GPU, had got one, and its image could not be pulled: the report named the GPU."""
+    new = pod("vllm-3", uid="u-3", phase="Pending")
+    about = {"type": "Warning", "involvedObject": {"uid": "u-3"}}
+    events = [{**about, "reason": "FailedScheduling", "message": "Insufficient nvidia.com/gpu", "lastTimestamp": None,
+               "eventTime": "2026-11-29T11:59:00.000000Z"},
+              {**about, "reason": "FailedMount", "message": "no such volume", "lastTimestamp": "2026-11-29T11:59:30Z"},
+              {**about, "reason": "Failed", "message": "Failed to pull image", "lastTimestamp": "2026-11-29T11:59:50Z"}]
+
+    assert "Failed to pull image" in pods.why_not_back([new], "u-1", [], VLLM, events)
+    assert "Insufficient nvidia.com/gpu" in pods.why_not_back([new], "u-1", [], VLLM, events[:1])
+    new["status"] |= {"conditions": [{"type": "PodScheduled", "status": "True"}], "initContainerStatuses": [
+        {"state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 5m0s"}}}]}
+    assert "CrashLoopBackOff: back-off 5m0s" in pods.why_not_back([new], "u-1", [], VLLM, events[:1])
+
+
 def test_a_name_that_comes_back_is_another_pod() -> None:
     """C089: llm-0 of a StatefulSet came back as llm-0, and the drill took the old one for the new one."""
     old, new = pod("llm-0", uid="u-1", ready=True), pod("llm-0", uid="u-2", ready=True)
