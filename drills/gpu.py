@@ -82,7 +82,7 @@ class Answer:
     exit: int | None  # None: it gave none in time
     done: bool
     gpus: Sequence[str] = ()  # bus ids of those that were not reset
-    reason: str = ""  # in_use, not_supported, no_permission, not_found, driver, hang, unknown
+    reason: str = ""  # in_use, peers, not_supported, no_permission, not_found, driver, hang, unknown
     text: str = ""
     hints: Sequence[str] = field(default_factory=tuple)
 
@@ -267,6 +267,9 @@ def worse(before: Gpu, after: Gpu) -> list[str]:
         found.append(f"it has {after.mig_devices} MIG devices, and had {before.mig_devices}")
     if before.fabric and after.fabric is False:
         found.append("it has not joined the NVLink fabric again")
+    if before.power_limit_w is not None and after.power_limit_w is not None and (
+            abs(after.power_limit_w - before.power_limit_w) >= 1.0):
+        found.append(f"its power limit was {before.power_limit_w:.0f} W and is {after.power_limit_w:.0f} W")
     if before.nvlinks is not None and after.nvlinks is not None and after.nvlinks < before.nvlinks:
         found.append(f"{after.nvlinks} of {before.nvlinks} NVLinks are active")
     return found
@@ -299,8 +302,10 @@ def smi(arguments: Sequence[str], deadline_s: float, inherit: Sequence[int] = ()
 _NOT_RESET = re.compile(r"GPU\s+([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])\s*:\s*(.+)")
 _DONE = re.compile(r"GPU\s+([0-9A-Fa-f:.]+)\s+was successfully reset", re.IGNORECASE)
 _REASONS: Sequence[tuple[str, str]] = (
-    ("in use by", "in_use"), ("being used by", "in_use"), ("not supported", "not_supported"),
-    ("permission", "no_permission"), ("not found", "not_found"), ("no devices", "not_found"),
+    ("in use by", "in_use"), ("being used by", "in_use"), ("reset together", "peers"), ("nvlink", "peers"),
+    ("not supported", "not_supported"), ("primary gpu", "not_supported"), ("permission", "no_permission"),
+    ("not found", "not_found"), ("no devices", "not_found"), ("valid gpu identifier", "not_found"),
+    ("gpu is lost", "driver"), ("device handle", "driver"),
 )  # fmt: skip
 _CODES: Mapping[int, str] = {
     3: "not_supported", 4: "no_permission", 6: "not_found", 9: "driver", 15: "driver", 18: "driver",
@@ -324,6 +329,8 @@ def parse_reset(exit_status: int | None, said: str, *, persistence: bool | None 
     reason = reason or next((code for words, code in _REASONS if words in text.lower()), None)
     reason = reason or _CODES.get(exit_status, "unknown")
     hints = []
+    if reason == "peers":
+        hints.append("NVLink joins it to GPUs that would have to be reset with it: it cannot be drilled alone")
     if reason == "in_use":
         hints = ["persistence mode is on: it holds the device"] if persistence else []
         hints.append("nvidia-persistenced, DCGM, Fabric Manager and nvidia_drm hold devices, too")

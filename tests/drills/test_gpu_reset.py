@@ -81,6 +81,23 @@ def test_c098_in_use_by_another_client(node: Node) -> None:
     assert FAULT.left(plan) == []
 
 
+@pytest.mark.parametrize(("status", "said", "reason", "gpus"), [
+    (255, "The following GPUs could not be reset:\n  GPU 00000000:10:00.0: Unknown Error\n", "unknown",
+     ["00000000:10:00.0"]),
+    (255, "GPU Reset couldn't run because GPU 00000000:3D:00.0 is the primary GPU.\n", "not_supported", []),
+    (255, "GPU 00000000:0A:00.0 is connected through NVLink to 00000000:0B:00.0: reset them together.\n", "peers", []),
+    (255, "Unable to determine the device handle for GPU0000:01:00.0: Unknown Error\n", "driver", []),
+    (15, "Unable to determine the device handle for GPU 0000:01:00.0: GPU is lost.  Reboot the system\n", "driver",
+     ["0000:01:00.0"]),
+    (255, "GPU 00000000:C1:00.0 is currently in use by another process.\n", "in_use", []),
+    (0, "All done.\n", "unknown", []),
+])  # fmt: skip
+def test_what_else_nvidia_smi_says(status: int, said: str, reason: str, gpus: list[str]) -> None:
+    """gpu-operator#118, mig-parted#9 (exit 0, and nothing was reset), a display's GPU, peers by NVLink, a lost one."""
+    answer = parse_reset(status, said)
+    assert (answer.done, answer.reason, list(answer.gpus)) == (False, reason, gpus)
+
+
 def test_c100_what_a_reset_takes_along() -> None:
     """C100: the preview lists the pods of the whole group, once; nothing beyond what was approved is reset."""
     given = CASES["C100"]["input"]
@@ -201,6 +218,13 @@ def test_what_is_not_as_before(change: dict[str, Any], said: list[str]) -> None:
     """The engine answered again, with one link of eighteen down."""
     before = gpu.Gpu(UUID, 0, ecc=True, mig=False, remap_pending=False, nvlinks=18, mig_devices=2, fabric=True)
     assert gpu.worse(before, replace(before, **change)) == said
+
+
+def test_a_power_limit_that_the_reset_lost() -> None:
+    """A card that its owner had capped at 300 W drew 700 W after the drill, and the report said: as before."""
+    before = gpu.Gpu(UUID, 0, power_limit_w=300.0)
+    assert gpu.worse(before, replace(before, power_limit_w=700.0)) == ["its power limit was 300 W and is 700 W"]
+    assert gpu.worse(before, replace(before, power_limit_w=300.0004)) == []
 
 
 def test_units_and_pods_by_cgroup() -> None:

@@ -59,10 +59,12 @@ def test_what_a_replacement_waits_for_now() -> None:
     """It had waited for a GPU, had got one, and its image could not be pulled: the report named the GPU."""
     new = pod("vllm-3", uid="u-3", phase="Pending")
     about = {"type": "Warning", "involvedObject": {"uid": "u-3"}}
-    events = [{**about, "reason": "FailedScheduling", "message": "Insufficient nvidia.com/gpu", "lastTimestamp": None,
-               "eventTime": "2026-11-29T11:59:00.000000Z"},
-              {**about, "reason": "FailedMount", "message": "no such volume", "lastTimestamp": "2026-11-29T11:59:30Z"},
-              {**about, "reason": "Failed", "message": "Failed to pull image", "lastTimestamp": "2026-11-29T11:59:50Z"}]
+    events: list[dict[str, Any]] = [
+        {**about, "reason": "FailedScheduling", "message": "Insufficient nvidia.com/gpu", "lastTimestamp": None,
+         "eventTime": "2026-11-29T11:59:00.000000Z"},
+        {**about, "reason": "FailedMount", "message": "no such volume", "lastTimestamp": "2026-11-29T11:59:30Z"},
+        {**about, "reason": "Failed", "message": "Failed to pull image", "lastTimestamp": "2026-11-29T11:59:50Z"},
+    ]
 
     assert "Failed to pull image" in pods.why_not_back([new], "u-1", [], VLLM, events)
     assert "Insufficient nvidia.com/gpu" in pods.why_not_back([new], "u-1", [], VLLM, events[:1])
