@@ -19,16 +19,17 @@ MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
 PLAIN_PATH = re.compile(r"(?:/v\d+)?(?:/(?:models|completions|chat/completions|alerts|health|healthz|metrics))?/?")
 # This and the next begin at a word's beginning alone: tried at each letter of it, a long word would take minutes.
 _URL = re.compile(r"(?<![\w+.-])([\w+.-]+)://([^\s\"'<>\\`|]+)")
-# The value of a key that names a secret; a bare number is none (`token: 0.5`, `max_tokens: 32`).
-_KEYS = (r"(?:(?:api|access|routing|secret|private)[-_]?key|token|secret|passw(?:or)?d|passphrase|pwd|authorization"
-         r"|credentials?|cookie)")
-_KEYED = re.compile(
-    rf"(?i)(?<![\w-])([\w-]*{_KEYS}[\"']?\s*[:=]\s*[\"']?)(?:(?:bearer|basic)\s+)?(?![\d.]+(?:\s|$))[^\s\"',;&}}]{{4,}}"
-)
-_OPTION = re.compile(rf"(?i)(?<![\w-])(--[\w-]*{_KEYS}\s+[\"']?)(?![\d.]+(?:\s|$)|-)[^\s\"';&}}]{{4,}}")  # --api-key x
+# The value of a key that names a secret, to its closing quote. A token may be a number that is none (`token: 0.5`).
+_KEYS = (r"((?:api|access|routing|secret|private)[-_]?key|key[-_]?data|token|secret|passw(?:or)?d|passphrase|pwd"
+         r"|authorization|credentials?|cookie)")
+_VALUE = r"""("(?:[^"\\]|\\.)+"|'[^']+'|["']?[^\s"',;&}]{4,})"""
+_KEYED = re.compile(rf"(?i)(?<![\w-])([\w-]*{_KEYS}[\"']?\s*[:=]\s*)(?:(?:bearer|basic)\s+)?{_VALUE}")
+_OPTION = re.compile(rf"(?i)(?<![\w-])(--[\w-]*{_KEYS}\s+)(?!-){_VALUE}")  # --api-key x
 _KNOWN = re.compile(
-    r"(?i:\bbearer\s+)[\w.~+/=-]{8,}|\b(?:sk-|hf_|xox[abeprs]-|gh[opsu]_|glpat-|AKIA)[\w-]{8,}|\b[0-9a-f]{32}\b|\beyJ[\w-]{8,}\.[\w.-]{8,}"
+    r"(?i:\bbearer\s+)[\w.~+/=-]{8,}|\b[0-9a-f]{32}\b|\beyJ[\w-]{8,}\.[\w.-]{8,}|(?<![0-9])[0-9]{8,10}:[\w-]{35}\b"
+    r"|\b(?:sk-|hf_|xox[abeprs]-|xapp-|gh[oprsu]_|github_pat_|glpat-|nvapi-|gsk_|npm_|pypi-|hvs\.|AKIA|ASIA|AIza)[\w-]{8,}"
 )
+_PEM = re.compile(r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]{0,40}-----|\Z)", re.DOTALL)
 
 
 def without_secrets(text: str) -> str:
@@ -38,7 +39,21 @@ def without_secrets(text: str) -> str:
 
 def without_keys(text: str) -> str:
     """The text without keys and tokens; its URLs stay."""
-    return _KNOWN.sub("…", _OPTION.sub(r"\1…", _KEYED.sub(r"\1…", text)))
+    return _KNOWN.sub("…", _OPTION.sub(_hidden, _KEYED.sub(_hidden, _without_pem(text))))
+
+
+def _without_pem(text: str) -> str:
+    """The text without private keys, which go over many lines."""
+    return _PEM.sub("(a private key)", text)
+
+
+def _hidden(found: re.Match[str]) -> str:
+    """What stands for the value of a key, in the quotes that it had."""
+    before, name, value = found.groups()
+    if name.lower() == "token" and re.fullmatch(r"[\"']?[\d.]+[\"']?", value):
+        return found[0]
+    quote = value[0] if value[0] in "\"'" else ""
+    return f"{before}{quote}…{quote if len(value) > 1 and value.endswith(quote) else ''}"
 
 
 def _plain_url(scheme: str, rest: str) -> str:
@@ -68,7 +83,7 @@ def scrubbed(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [scrubbed(v) for v in value]
     if isinstance(value, str):
-        return "\n".join(re.sub(r"[^ ].*", lambda m: clean(m[0]), line) for line in value.splitlines())
+        return "\n".join(re.sub(r"[^ ].*", lambda m: clean(m[0]), line) for line in _without_pem(value).splitlines())
     return value if value is None or isinstance(value, bool | int | float) else clean(value)
 
 
@@ -142,7 +157,8 @@ def cell(value: object) -> str:
     text = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)  # inside of a word it is no emphasis
     text = re.sub(r"&(?=#?\w+;)", "&amp;", text)
     text = re.sub(r"<(?![=\s\d])", "&lt;", text)
-    return re.sub(r"^([#>+-]|\d+[.)])(?=\s|$)", lambda m: f"{m[0][:-1]}\\{m[0][-1]}", text)
+    starts = r"^(?:#{1,6}(?=\s|$)|>|[+-](?=\s|$)|-(?=-+$)|=(?==*$)|\d+[.)](?=\s|$))"
+    return re.sub(starts, lambda m: f"{m[0][:-1]}\\{m[0][-1]}", text)
 
 
 def fenced(value: object, language: str = "") -> str:

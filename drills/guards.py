@@ -350,7 +350,8 @@ def collect(
         lever=_found(lambda: lever_of(config.drill_guards.lever_file)),
         lock_holder=_found(lambda: lock.holder_of(root) or ""),
         ledger=_found(lambda: unwritable(root / lock.RUNS / run)),
-        pages=_found(lambda: pages_of(client.ask(config.socket, "/alerts?resolved=0"))),
+        pages=_found(lambda: firing_of(client.ask(config.socket, "/alerts?resolved=0"), drill,
+                                       drill.expects or plan.expects, config.node)),
         alertmanager=_found(lambda: [page for url in alertmanagers(config) for page in pages_at(url)]),
         silences=_then(checked, lambda told: muting(told, drill, drill.expects or plan.expects, config.node)),
         stale=_then(checked, lambda told: stale_of(told, drill, now, stale_limit_s(config))),
@@ -444,9 +445,19 @@ def unwritable(folder: Path) -> str:
     return ""
 
 
-def pages_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The pages that fire, of what the agent's /alerts tells."""
-    return [f"{r['rule']} on {r['subject']}" for r in rows if r["state"] == "firing" and r["severity"] == "page"]
+def firing_of(rows: Sequence[Mapping[str, Any]], drill: Drill, announced: Sequence[str],
+              node: str | None) -> list[str]:
+    """What no drill begins under, of what the agent's /alerts tells: pages, and what this drill itself announces.
+
+    Of a ticket that fires already nobody could tell that the drill made it fire.
+    """
+    subjects = tell.subjects_of(drill, node)
+
+    def is_own(subject: str) -> bool:
+        return subjects is None or any(subject == one or subject.startswith(f"{one}/") for one in subjects)
+
+    return [f"{row['rule']} on {row['subject']}" for row in rows if row["state"] == "firing"
+            and (row["severity"] == "page" or (row["rule"] in announced and is_own(str(row["subject"]))))]
 
 
 def alertmanagers(config: Config) -> list[str]:

@@ -25,6 +25,7 @@ BACK_WITHIN_S = 120.0  # p99 back inside the SLO after a fault that is not judge
 NAMING_A_RANK = ("rank-straggler", "rank-clock-spread")  # of slow-rank's alerts, one must fire
 FIRE_WITHIN_S = 60.0  # beside the rule's own `for`
 DELIVER_WITHIN_S = 15.0  # beside the group_wait
+SOONEST_SHARE = 0.8  # of a rule's `for`: a breach that began with the fault fires no sooner, but for half a poll
 AT_ONCE_S = 1.0  # two instants that different processes wrote down are told apart no better
 GOES_WITHIN_S = 5.0  # so long before its kubelet has said that a pod is gone its processes may have ended
 LATE_S = 1.0  # a prober that is later than this did not keep its rate
@@ -47,6 +48,7 @@ class Alarm:
     firing_at: float | None = None
     delivered_at: float | None = None
     resolved_at: float | None = None
+    was_on: bool = False  # what fired was pending or firing before the fault was in
 
 
 @dataclass(frozen=True, slots=True)
@@ -612,9 +614,19 @@ def alarm_rows(evidence: Evidence) -> list[Row]:
     return [*rows, Row("nothing_unexpected", verdict, "no page that was not announced", unexpected or "none")]
 
 
+def is_of_before(evidence: Evidence, alarm: Alarm) -> bool:
+    """Whether an alert fired for what was there before the fault: sooner than a breach of its own could have made it.
+
+    That it was pending alone says nothing: where too little is known yet, an alert waits as pending.
+    """
+    return alarm.was_on and alarm.firing_at is not None \
+        and alarm.firing_at - evidence.fault[0] < SOONEST_SHARE * alarm.for_s
+
+
 def rank_named_row(evidence: Evidence) -> Row:
     """Each alert that names the slow rank may fail to see it; one must not."""
-    named = [alarm.rule for alarm in evidence.alarms if alarm.rule in NAMING_A_RANK and alarm.firing_at is not None]
+    named = [alarm.rule for alarm in evidence.alarms if alarm.rule in NAMING_A_RANK and alarm.firing_at is not None
+             and not is_of_before(evidence, alarm)]
     return Row("rank_named", Verdict.PASS if named else Verdict.FAIL, f"one of {', '.join(NAMING_A_RANK)} fires",
                ", ".join(named) or "neither did: nobody was told which rank is slow")
 
@@ -639,8 +651,13 @@ def rows_of_alarm(evidence: Evidence, alarm: Alarm) -> list[Row]:
     got = "still firing" if resolved_s is None else f"after {resolved_s:.1f} s" if resolved_s else "before it ended"
     if resolved_s is None and ended_before(evidence, evidence.fault[1] + within_s):
         verdict, got = Verdict.SKIPPED, "unknown: the run ended before"
+    in_order, said = Verdict.PASS if in_time else Verdict.FAIL, f"after {fired_s:.1f} s"
+    if is_of_before(evidence, alarm):
+        in_order = Verdict.SKIPPED if may else Verdict.INCONCLUSIVE
+        said += ", for what was there before the fault: it was pending by then"
+        detail["took_s"] = None
     return [
-        Row(f"{name}.fired", Verdict.PASS if in_time else Verdict.FAIL, asked, f"after {fired_s:.1f} s", detail=detail),
+        Row(f"{name}.fired", in_order, asked, said, detail=detail),
         delivered_row(evidence, alarm),
         Row(f"{name}.resolved", verdict, f"within {within_s:.0f} s of the fault's end", got,
             detail={"took_s": resolved_s, "limit_s": within_s, "resolved_at": alarm.resolved_at}),
@@ -674,8 +691,9 @@ def delivered_row(evidence: Evidence, alarm: Alarm) -> Row:
 def times_of(evidence: Evidence, rows: Sequence[Row]) -> dict[str, float | None]:
     """Times to detect, deliver, mitigate and recover, from the injection."""
     start = evidence.fault[0]
-    fired = [a.firing_at for a in evidence.alarms if a.firing_at is not None]
-    delivered = [a.delivered_at for a in evidence.alarms if a.delivered_at is not None]
+    own = [a for a in evidence.alarms if not is_of_before(evidence, a)]
+    fired = [a.firing_at for a in own if a.firing_at is not None]
+    delivered = [a.delivered_at for a in own if a.delivered_at is not None]
     recovered = recovered_at(evidence, rows)
     return {"detect_s": min(fired) - start if fired else None,
             "deliver_s": min(delivered) - start if delivered else None,

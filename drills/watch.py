@@ -16,7 +16,7 @@ import yaml
 
 from agent import client
 from agent.proxy import DIRECT, proxies_for
-from drills.judge import Alarm
+from drills.judge import AT_ONCE_S, Alarm
 
 EVERY_S = 0.25  # a page ends the fault within 2 s, and the fault needs some of them to end
 ANSWER_S = 2.0
@@ -94,12 +94,22 @@ def alarm_of(rule: Mapping[str, Any] | None, rule_id: str, rows: Sequence[Mappin
 
     It is resolved where that is the last that was said of it: one that flaps may fire still.
     """
-    own = [row for row in rows if row["rule"] == rule_id and row["at"] >= since]
+    of_rule = [row for row in rows if row["rule"] == rule_id]
+    own = [row for row in of_rule if row["at"] >= since]
     first = {row["state"]: row["at"] for row in reversed(own)}
     told = [row for row in own if row["state"] in ("firing", "resolved")]  # pending again is no news
     resolved_at = told[-1]["at"] if told and told[-1]["state"] == "resolved" else None
     return Alarm(rule_id, float(rule["for_s"]) if rule else 0.0, rule is not None, first.get("pending"),
-                 first.get("firing"), delivered_at, resolved_at)
+                 first.get("firing"), delivered_at, resolved_at, _was_on(of_rule, since))
+
+
+def _was_on(rows: Sequence[Mapping[str, Any]], since: float) -> bool:
+    """Whether what fired first since then was pending or firing already: nothing else was said of it in between."""
+    fired = next((row for row in rows if row["at"] >= since and row["state"] == "firing"), None)
+    if fired is None:
+        return False
+    before = [row for row in rows[:rows.index(fired)] if row.get("subject") == fired.get("subject")]
+    return not before or (before[-1]["state"] in ("pending", "firing") and before[-1]["at"] < since - AT_ONCE_S)
 
 
 @dataclass

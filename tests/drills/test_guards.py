@@ -220,6 +220,20 @@ def test_a_silence_under_which_nobody_would_hear_of_the_drill(rule: str, subject
     assert bool(found) is mutes
 
 
+@pytest.mark.parametrize(("rule", "subject", "severity", "state", "holds_up"), [
+    ("engine-down", "qwen", "page", "firing", True), ("rank-spread", "llama/0", "ticket", "firing", True),
+    ("rank-spread", "qwen", "ticket", "firing", False), ("rank-spread", "llama", "ticket", "pending", False),
+    ("kv-cache-utilization", "llama", "ticket", "firing", False), ("rank-spread", "llama-2", "ticket", "firing", False),
+])  # fmt: skip
+def test_what_a_drill_does_not_begin_under(rule: str, subject: str, severity: str, state: str, holds_up: bool) -> None:
+    """A ticket that the drill announces fired already: "it never fired", said the report of the drill."""
+    row = {"rule": rule, "subject": subject, "severity": severity, "state": state}
+
+    found = guards.firing_of([row], DRILL, ["rank-spread"], "gpu-17")
+
+    assert found == ([f"{rule} on {subject}"] if holds_up else [])
+
+
 def test_a_maintenance_holds_up_a_drill_that_announces_nothing_too() -> None:
     """Somebody works on the node; a silence of one rule is no reason then."""
     assert guards.muting({"silences": [held("engine-*", "*")]}, DRILL, [], None) == []

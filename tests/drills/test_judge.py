@@ -468,6 +468,22 @@ def test_accepted_is_said_only_of_what_was_asked(failures: float | None, got: st
     assert rows_of(evidence)["alarm.engine-down.delivered"].got == f"{got}; no receiver can be asked (`echo:`)"
 
 
+def test_an_alarm_of_a_real_incident_is_not_the_drill_s() -> None:
+    """The engine had begun to die 25 s before the drill killed it: 5 s to detect is nobody's merit.
+
+    What was pending, and fired no sooner than a breach of the drill's own, is the drill's.
+    """
+    early = replace(ALARM, pending_at=None, firing_at=T + 5, delivered_at=T + 6, was_on=True)
+
+    found = judge(replace(GOOD, alarms=(early,)))
+
+    rows = {row.name: row for row in found.rows}
+    assert rows["alarm.engine-down.fired"].verdict is Verdict.INCONCLUSIVE
+    assert "for what was there before the fault" in rows["alarm.engine-down.fired"].got
+    assert (found.verdict, found.times["detect_s"], found.times["deliver_s"]) == (Verdict.INCONCLUSIVE, None, None)
+    assert judge(replace(GOOD, alarms=(replace(ALARM, was_on=True),))).verdict is PASS
+
+
 def test_what_packet_loss_announces_may_fire() -> None:
     """TCP hides 10 % loss from most clients: an alarm that need not ring is no failure, one that is expected is."""
     silent = (Alarm("user-ttft-p99", 30.0), Alarm("user-itl-p99", 30.0, enabled=False))

@@ -390,6 +390,7 @@ def test_any_text_is_one_cell(text: str) -> None:
         ("<img src=x onerror=alert(1)>", "&lt;img src=x onerror=alert(1)>"),
         ("<!channel> a&b &lt;", "&lt;!channel> a&b &amp;lt;"),
         ("p99 <= 500 ms of ttft_p99, _not_ __init__", "p99 <= 500 ms of ttft_p99, \\_not\\_ \\_\\_init\\_\\_"),
+        ("## title", "#\\# title"), (">quote", "\\>quote"), ("---", "\\---"), ("===", "\\==="),
         ("# title", "\\# title"), ("- item", "\\- item"), ("1. one", "1\\. one"), ("3.5 s", "3.5 s"),
         ("a\u202eb\x00c\x1b[31m", "a\ufffdb\ufffdc\ufffd\\[31m"),
         (None, "unknown"),
@@ -450,7 +451,10 @@ def test_c109_secrets_never_enter(runs: tuple[Path, Path], tmp_path: Path) -> No
         "Authorization: Bearer SECRETPARTxyz", "{'api_key': 'hunter2'}", "routing_key=0123456789abcdef0123456789abcdef",
         "sent 0123456789abcdef0123456789abcdef", "key sk-abcdefghijkl", "password=hunter2",
         "vllm serve m --api-key hunter2 --port 8000", "AWS_SECRET_ACCESS_KEY=SECRET2xyz", "Cookie: session=hunter2",
-        "eyJhbGciOiJIUzI1NiJ9.SECRET2SECRET2.hunter2",
+        "eyJhbGciOiJIUzI1NiJ9.SECRET2SECRET2.hunter2", 'password="correct hunter2 horse"', "{'passwd': 'a hunter2'}",
+        "-----BEGIN PRIVATE KEY-----\nMIIEhunter2\nSECRET2==\n-----END PRIVATE KEY-----",
+        "client-key-data: SECRET2SECRET2", "nvapi-SECRET2SECRET2", "github_pat_11SECRET2_SECRET2",
+        "bot123456789:AAEhBOweik6adSECRET2QXMENQjcrbGbqCr",
     ]  # fmt: skip
     record = record_of(runs[1])
     record["timeline"] = [{"at": T + i, "what": text, "evidence": text} for i, text in enumerate(leaky)]
@@ -462,6 +466,11 @@ def test_c109_secrets_never_enter(runs: tuple[Path, Path], tmp_path: Path) -> No
     for form, text in forms.items():
         assert [s for s in SECRETS if s in text] == [], form
     assert "https://hooks.slack.example/… failed: ConnectTimeout" in forms["md"]
+
+
+def test_a_password_may_be_a_number() -> None:
+    """`token: 0.25` says when the first one came; `password: 12345678` is one."""
+    assert escape.clean("password: 12345678, pwd='1 2 3', token: 0.25") == "password: …, pwd='…', token: 0.25"
 
 
 @pytest.mark.parametrize(

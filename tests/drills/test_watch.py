@@ -162,6 +162,21 @@ def test_what_a_receiver_tells(alert: object, want_at: float | None) -> None:
     assert watch.echoed_at(receiver.url, "engine-down", 100.0, lambda _: True) is None  # nobody listens
 
 
+@pytest.mark.parametrize(("story", "told", "was_on"), [
+    ("its own", [("pending", 101.0, "a"), ("firing", 131.0, "a")], False),
+    ("pending in the baseline", [("pending", 75.0, "a"), ("firing", 105.0, "a")], True),
+    ("pending before anybody watched", [("firing", 103.0, "a")], True),
+    ("over before the fault, and again", [("pending", 75.0, "a"), ("inactive", 80.0, "a"), ("pending", 101.0, "a"),
+                                          ("firing", 131.0, "a")], False),
+    ("another engine's was pending", [("pending", 75.0, "b"), ("pending", 101.0, "a"), ("firing", 131.0, "a")], False),
+    ("it never fired", [("pending", 75.0, "a")], False),
+])  # fmt: skip
+def test_an_alert_that_was_on_before_the_fault(story: str, told: list[tuple[str, float, str]], was_on: bool) -> None:
+    """An engine had been down for 25 s when the drill began: "detected after 5 s", said the report."""
+    rows = [{"rule": "r", "state": state, "at": at, "subject": subject} for state, at, subject in told]
+    assert watch.alarm_of({"for_s": 30.0}, "r", rows, 100.0, None).was_on is was_on, story
+
+
 def test_what_became_of_an_alert() -> None:
     """It fired before the drill too, and flapped in it: first pending and firing count, and how it ended."""
     rows: list[dict[str, Any]] = [{"rule": "r", "state": state, "at": at} for state, at in (
