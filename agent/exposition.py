@@ -11,6 +11,7 @@ what it remembers.
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 import sys
@@ -130,8 +131,9 @@ class Page:
     """What one page says of the families asked for, in the page's order.
 
     `families`: family -> type, of every family that is declared (with or without samples) or has a sample; a counter
-    goes without its `_total`. `duplicates` names series that came again (the first value counts), one entry a repeat.
-    `bad_count` counts the bad lines, of which `bad` lists the first 1,000 and at least one of each name.
+    goes without its `_total`, an info with its `_info`. `duplicates` names series that came again (the first value
+    counts), one entry a repeat. `bad_count` counts the bad lines, of which `bad` lists the first 1,000 and at least
+    one of each name.
     """
 
     series: list[Series] = field(default_factory=list)
@@ -499,6 +501,9 @@ class _Scan:
             if kind == "counter":
                 self.families.pop(name, None)  # from its HELP line
                 name = name.removesuffix("_total")
+            elif kind == "info" and not name.endswith("_info"):
+                self.families.pop(name, None)
+                name += "_info"
             self._declare(name, kind)
         return True
 
@@ -594,6 +599,15 @@ class _Scan:
             page.series[slot] = series
 
 
+def _unquoted(body: bytes) -> bytes:
+    """A page that its server wrote as one JSON string, as llama.cpp's builds of November 2025 did (its #17384)."""
+    try:
+        text = json.loads(body)
+    except ValueError:
+        return body
+    return text.encode(errors="surrogatepass") if isinstance(text, str) else body
+
+
 def _refuse_other_text(body: bytes, openmetrics: bool) -> None:
     """Nothing was asked for of this page and it declares nothing: is there one metric on it, or is it HTML, JSON, …?"""
     probe = _Scan(None, openmetrics, max_series=1, remember=False)
@@ -657,6 +671,8 @@ class Reader:
         """
         openmetrics = content_type.partition(";")[0].strip().lower() == "application/openmetrics-text"
         body = body.removeprefix(b"\xef\xbb\xbf")
+        if body.startswith(b'"'):
+            body = _unquoted(body)
         _refuse_compressed(body)
         if len(body) > MAX_BYTES or (len(body) > MAX_LINES and body.count(b"\n") > MAX_LINES):
             self._forget()

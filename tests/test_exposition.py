@@ -536,6 +536,17 @@ def test_something_else_than_metrics(body: str) -> None:
         assert refused.value.code is Why.BAD_PAGE
 
 
+def test_a_page_that_is_one_json_string() -> None:
+    """llama.cpp's builds of November 2025 (#17384): text within quotes, and every line feed a backslash and an n."""
+    text = '# TYPE llamacpp:requests_deferred gauge\nllamacpp:requests_deferred{a="C:\\\\n"} 5\n'
+    page = read(json.dumps(text), "application/json", ["llamacpp:requests_deferred"])
+
+    assert (values(page), page.bad) == ({"llamacpp:requests_deferred{a=C:\\n}": 5.0}, [])
+    for other in ('"', '"abc', json.dumps("not found")):
+        with pytest.raises(PageError, match="no line of the page reads as a metric"):
+            read(other, wanted=["a"])
+
+
 def test_a_page_without_anything_asked_for() -> None:
     """Another exporter on the engine's port: it parses, and the families asked for are missing."""
     page = read("other 1\n", wanted=["vllm:num_requests_waiting"])

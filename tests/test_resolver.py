@@ -415,6 +415,17 @@ def test_openmetrics_gives_the_same_numbers() -> None:
     assert set(readings) == set(first(ONE_ENGINE))
 
 
+def test_what_openmetrics_calls_info_is_found_by_its_samples_name() -> None:
+    """gpustack#6215: vLLM's Rust front end types `vllm:cache_config`, and its sample is `vllm:cache_config_info`."""
+    page = """# HELP vllm:cache_config Configuration of the cache
+        # TYPE vllm:cache_config info
+        vllm:cache_config_info{block_size="16",enable_prefix_caching="True",num_gpu_blocks="100"} 1
+        # EOF"""
+    readings = PageReader("t").read(vllm(page).encode(), "application/openmetrics-text; version=1.0.0", 1.0)
+
+    assert [value(readings, name) for name in ("kv_blocks", "kv_block_tokens", "prefix_caching")] == [100.0, 16.0, 1.0]
+
+
 def test_a_plan_that_is_used_again_reads_the_same_as_a_new_one() -> None:
     """281 pages of a real engine, read one after another and each by itself."""
     with lzma.open(RECORDING, "rt") as lines:
