@@ -6,6 +6,7 @@ The pages are those of tests/engine_pages.py, whose head tells their story and s
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from functools import cache
 
@@ -378,6 +379,14 @@ def test_every_router_says_something_of_every_number(kind: str) -> None:
     assert router.role == "router"
     assert set(router.quantities) == {name for name in SAMPLES if name.startswith("router_")}
     assert all((q.names or q.absent_means) and q.of == "target" for q in router.quantities.values())
+
+
+@pytest.mark.parametrize("era", [era for era in PAGES if era != "vllm-muted"])
+def test_a_page_without_its_colons_shows_whose_it_is(era: str) -> None:
+    """A collector in between writes `sglang_…`: a Dynamo worker's page was no engine's."""
+    page = re.sub("(?m)^(# TYPE )?(vllm|sglang|llamacpp|lmdeploy):", r"\1\2_", PAGES[era](600))
+    assert detect([load_map(kind) for kind in KINDS], Reader(frozenset()).read(page.encode()).families)[0] == load_map(
+        kind_of(era))
 
 
 @pytest.mark.parametrize("era", PAGES)

@@ -254,18 +254,26 @@ def _written(families: Iterable[str]) -> dict[str, str]:
 def detect(maps: Iterable[EngineMap], families: Collection[str]) -> tuple[EngineMap | None, str]:
     """Whose page this is, by its families (as written there); else None and what is known against it."""
     present, known_maps = _written(families), tuple(maps)
+    plain = {family.removesuffix("_bucket").removesuffix("_total") for family in families}
     for engine_map in known_maps:
         for impostor in engine_map.impostors:
             if any(normalise(family) in present for family in impostor.families):
                 return None, impostor.means
         if any(family.startswith(engine_map.prefix) for family in families):
             return engine_map, ""
+        if ":" in engine_map.prefix and not plain.isdisjoint(map(normalise, _known(engine_map))):
+            return engine_map, ""  # an exporter in between took the colons away
     for engine_map in known_maps:
-        names = (alias.name for quantity in engine_map.quantities.values() for alias in quantity.names)
-        known = (*engine_map.detect, *(name for name in names if name.startswith(engine_map.prefix)))
-        if any(normalise(name) in present for name in known):  # in Ray's spelling
+        if any(normalise(name) in present for name in _known(engine_map)):  # in Ray's spelling
             return engine_map, ""
     return None, ""
+
+
+def _known(engine_map: EngineMap) -> Iterator[str]:
+    """Families that show an engine."""
+    yield from engine_map.detect
+    for quantity in engine_map.quantities.values():
+        yield from (alias.name for alias in quantity.names if alias.name.startswith(engine_map.prefix))
 
 
 def is_muted(engine_map: EngineMap, families: Collection[str]) -> bool:
