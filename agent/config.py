@@ -46,6 +46,7 @@ from agent.strict import (
     load,
     share,
     within,
+    without_variables,
 )
 from rules import RulesConfig, RuleSet, load_rules
 
@@ -117,7 +118,7 @@ def _is_key(part: str) -> bool:
 
 def host_port(text: str) -> tuple[str, int]:
     """`127.0.0.1:9959` or `[::1]:9959` in its parts; port 0 lets the system choose. Raises Unfit."""
-    match = re.fullmatch(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>[0-9]{1,5})", text)
+    match = re.fullmatch(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[\w.-]+)):(?P<port>[0-9]{1,5})", text)
     if match is not None and int(match["port"]) > 65535:
         raise Unfit(f"{cut(text)!r} has a port over 65535", "write 127.0.0.1:9959")
     if match is None and re.fullmatch(r"[0-9]{1,5}", text):
@@ -145,6 +146,7 @@ def _path_text(text: str) -> str:
 
 def _name(text: str) -> str:
     """A subject's or node's name: it becomes a label, and `/<number>` at its end would read as an engine's index."""
+    without_variables(text)
     if not text or len(text) > 200 or not text.isprintable() or re.search(r"\s", text):
         raise Unfit(f"{cut(text)!r} is not a name", "write 1 to 200 characters without spaces")
     if re.search(r"/[0-9]+$", text):
@@ -188,6 +190,8 @@ def _availability(text: str) -> float:
     value = share(text)
     if not 0 < value < 1:
         raise Unfit(f"an availability of {cut(text)} leaves no error budget to count", "write 99.9%")
+    if value < 0.5:  # 0.999% is a slip of 0.999
+        raise Unfit(f"an availability of {cut(text)} promises that more fails than not", "write 99.9% or 0.999")
     return value
 
 

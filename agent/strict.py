@@ -256,8 +256,16 @@ def above_zero(to: Callable[[str], float], what: str = AS_DURATION) -> Parse:
     return Parse(positive, what=what)
 
 
+def without_variables(text: str) -> str:
+    """The text. Raises Unfit, without it, where it holds a variable: as written it would be taken for the value."""
+    if re.search(r"\$[({]|\{\{|^\$[A-Za-z_]+$|/\$[A-Z_]+", text):
+        raise Unfit("holds a variable, and none is expanded here", "write the value itself")
+    return text
+
+
 def absolute_path(text: str) -> Path:
     """An absolute path. Raises Unfit, whose message does not hold the text: it may be a secret put in the wrong key."""
+    without_variables(text)
     if not text.startswith("/") or "\0" in text:
         raise Unfit("is not an absolute path", "write the whole path, from /")
     return Path(text)

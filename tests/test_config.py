@@ -259,6 +259,16 @@ def test_a_path_in_words_is_no_secret(path: str, tmp_path: Path) -> None:
     assert loaded(f"notify: [{{webhook: {{url: 'http://receiver:9000{path}'}}}}]\n", tmp_path).notify
 
 
+@pytest.mark.parametrize("text", [
+    "node: ${NODE_NAME}\n", "node: $(NODE_NAME)\n", "node: $NODE_NAME\n", "node: '{{ inventory_hostname }}'\n",
+    "engines: [{name: '${POD}', url: 'http://h:8000'}]\n", "state_dir: /var/lib/${NODE}\n",
+    "notify: [{slack: {webhook_file: '${CREDENTIALS_DIRECTORY}/slack'}}]\n"])
+def test_a_variable_is_not_taken_for_its_value(text: str, tmp_path: Path) -> None:
+    """The template was mounted as it was: every alert of the fleet came from the node `${NODE_NAME}`."""
+    [said] = faults_of(text, tmp_path)
+    assert said.endswith("holds a variable, and none is expanded here; write the value itself")
+
+
 def test_off_in_another_word_is_told_what_can_stand_there(tmp_path: Path) -> None:
     """`kernel_log: false` was told to quote it, and then that "false" is no path."""
     assert faults_of("kernel_log: false\n", tmp_path) == [
@@ -458,6 +468,8 @@ def test_the_node_is_named_by_file_then_environment_then_host(tmp_path: Path) ->
 @pytest.mark.parametrize(("text", "said"), [
     ("listen: 99999\n", "1: listen: '99999' names no host; write 127.0.0.1:9959"),
     ("listen: 8080\n", "1: listen: '8080' names no host; write 127.0.0.1:8080"),
+    ("listen: ${HOST}:9959\n",
+     "1: listen: '${HOST}:9959' is not host:port; write 127.0.0.1:9959, 0.0.0.0:9959 or [::1]:9959"),
     ('listen: "0.0.0.0:99999"\n', "1: listen: '0.0.0.0:99999' has a port over 65535; write 127.0.0.1:9959"),
 ])
 def test_an_address_to_listen_on_has_a_host_and_a_port_that_exists(tmp_path: Path, text: str, said: str) -> None:
