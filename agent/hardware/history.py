@@ -268,20 +268,28 @@ def findings(history: History, now: float, overrides: Mapping[int, Severity],
     `recovery`: what NVML says now of a subject (an action); None or absent: it does not tell.
     """
     found: list[Finding] = []
-    loud: list[Entry] = []
     entries = [e for e in history.entries.values() if e.kind in ("xid", "sxid") and e.clusters]
+    standing: list[tuple[Entry, Finding]] = []
     for entry in entries:
         if not _stands(entry, entries, history):
             continue
         finding = _of_switch(entry) if entry.kind == "sxid" else _of_xid(entry, entries, now, overrides)
-        told = recovery.get(entry.subject)
-        hold_s = HOLD_S.get(finding.action, 3600.0 if told == "none" else DAY_S)
+        hold_s = HOLD_S.get(finding.action, 3600.0 if recovery.get(entry.subject) == "none" else DAY_S)
         if entry.detail.get("drill"):
             hold_s = DRILL_HOLD_S
         if now - entry.last_at <= hold_s or (_repeats(entry) and now - entry.last_at <= DAY_S):
-            action = stronger(finding.action, told if RANK[finding.action] >= RANK["drain_p2p"] else None)
-            found.append(finding._replace(action=action, text=f"{finding.text}: {_then(entry, action)}"))
-            loud += [entry] if finding.severity == "page" and not entry.detail.get("drill") else []
+            standing.append((entry, finding))
+    pages = [(entry, finding) for entry, finding in standing
+             if finding.severity == "page" and not entry.detail.get("drill")]
+    loud = [entry for entry, _ in pages]
+    asks = [entry for entry, finding in pages if RANK[finding.action] >= RANK["drain_p2p"]]
+    for entry, finding in standing:
+        if any(_is_of(entry, cause) for cause in asks):
+            continue  # the driver's word on an error that pages by itself: one thing, one page
+        words = [recovery.get(entry.subject), *(RECOVERY.get(other.detail.get("action", -1)) for other, _ in standing
+                                                if _is_of(other, entry))]
+        action = stronger(finding.action, *(words if RANK[finding.action] >= RANK["drain_p2p"] else ()))
+        found.append(finding._replace(action=action, text=f"{finding.text}: {_then(entry, action)}"))
     found += _bursts(loud, now)
     return sorted(found, key=lambda f: (-_LOUD[f.severity], -RANK[f.action], -f.last_at))
 
@@ -316,6 +324,12 @@ def _stands(entry: Entry, entries: Sequence[Entry], history: History) -> bool:
     if entry.number in WITH_DOUBLE_BIT and xid(entry.number or 0).severity != "page":
         return not any(e.number == DOUBLE_BIT and _near(e, entry, MEMORY_S) for e in same)
     return True
+
+
+def _is_of(changed: Entry, cause: Entry) -> bool:
+    """Whether a change of the recovery action (Xid 154) is what the driver says of another error."""
+    return (changed.number == RECOVERY_CHANGED != cause.number and changed.device == cause.device
+            and changed.detail.get("drill") == cause.detail.get("drill") and _near(changed, cause, CAUSE_S))
 
 
 def _near(one: Entry, other: Entry, within_s: float) -> bool:
@@ -385,7 +399,7 @@ def _more(entry: Entry, entries: Sequence[Entry]) -> str:
     if detail.get("pid") is not None:
         said.append(f"noticed by pid {detail['pid']}" + (f" {detail['process']}" if detail.get("process") else ""))
     within_s = MEMORY_S if entry.number == DOUBLE_BIT else CAUSE_S
-    with_it = WITH_DOUBLE_BIT if entry.number == DOUBLE_BIT else {CLEANUP}
+    with_it = WITH_DOUBLE_BIT if entry.number == DOUBLE_BIT else {CLEANUP, RECOVERY_CHANGED}
     came = sorted({e.number for e in entries if e.device == entry.device and e.number in with_it and e is not entry
                    and e.number is not None and _near(e, entry, within_s)})
     if came:

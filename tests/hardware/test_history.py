@@ -325,6 +325,32 @@ def test_c058_recovery_action_by_the_log() -> None:
     assert [(f.severity, f.action) for f in found(told(of_text(lines["c"])))] == [("ticket", "none")]
 
 
+def of_recovery(action: str, at_s: float = 0.1) -> Event:
+    """Xid 154 of GPU A."""
+    return of_text(f"NVRM: Xid (PCI:{A}): 154, GPU recovery action changed from 0x0 (None) to {action}", at_s)
+
+
+@pytest.mark.parametrize(("story", "events", "want"), [
+    # leptonai/gpud's kmsg_test.go: 149 and, a millisecond later, 154
+    ("a link's error and the driver's word on it", [log(149), of_recovery("0x4 (Drain and Reset)")],
+     [("xid.149", "page", "drain_reset")]),
+    ("the driver asks for less than the table", [log(95), of_recovery("0x3 (Drain P2P)")],
+     [("xid.95", "page", "reset")]),
+    ("of an error that pages nobody it is the page", [log(31), of_recovery("0x1 (GPU Reset Required)")],
+     [("xid.154", "page", "reset")]),
+    ("of another GPU", [log(149, device=B), of_recovery("0x1 (GPU Reset Required)")],
+     [("xid.154", "page", "reset"), ("xid.149", "page", "reset")]),
+    ("an hour later", [log(149), of_recovery("0x2 (Node Reboot Required)", HOUR)],
+     [("xid.154", "page", "reboot"), ("xid.149", "page", "reset")]),
+    ("an application's error asks for less, and stands beside it", [log(94), of_recovery("0x1 (GPU Reset Required)")],
+     [("xid.154", "page", "reset"), ("xid.94", "page", "restart_app")]),
+])
+def test_the_driver_s_word_on_an_error_is_no_second_page(story: str, events: list[Event], want: list[tuple[str, ...]],
+                                                          ) -> None:
+    """Xid 149 paged as a link's fault, and the 154 that the driver wrote beside it as a GPU's: two pages of one."""
+    assert [(f.code, f.severity, f.action) for f in found(told(*events), HOUR)] == want, story
+
+
 def test_the_stronger_of_table_and_driver() -> None:
     """The driver says "reboot" of a GPU for which the table asks a reset."""
     history = told(log(119))
