@@ -232,6 +232,14 @@ def test_a_webhook_that_answers_as_the_api_is_read_as_that() -> None:
     assert {body: outcome(by_webhook, Reply(200, body=body))[0] for body in said} == said
 
 
+@pytest.mark.parametrize("make", [pager, by_webhook, by_bot])
+def test_a_login_page_takes_no_page(make: Callable[[str], Channel]) -> None:
+    """The company's proxy asked for a password, with status 200: the pager stayed silent, and all was delivered."""
+    said, why = outcome(make, Reply(200, body=b"\n<!DOCTYPE html><html><title>Sign in</title>"))
+    assert said == "TryLater"
+    assert "SECRETPART" not in why
+
+
 # --- Apprise ----------------------------------------------------------------------------------------------------------
 
 

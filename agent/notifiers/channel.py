@@ -135,6 +135,12 @@ def request(method: str, url: str, now: float, body: bytes | None = None, *, tel
         raise failure  # out here, so that it carries no __context__: that one has the URL in its text
 
 
+def no_web_page(answer: bytes) -> None:
+    """Raises TryLater where a 2xx holds a web page: a proxy's or a login's in between, not the receiver's answer."""
+    if answer.lstrip().startswith(b"<"):
+        raise TryLater("its address answers with a web page, as a proxy or a login in between does: nothing was delivered")
+
+
 def _session(url: str) -> requests.Session:
     """Credentials only as `url` carries them; proxies (but to loopback) and CAs from the environment, as ever."""
     # urllib3 warns with the full URL ("Failed to parse headers", "Retrying"); its debug lines have it too.

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from agent.model import AlertMessage, Notice, Rejected, Severity
-from agent.notifiers.channel import BadMessage, Channel, cut_to, request, rfc3339, web_address
+from agent.notifiers.channel import BadMessage, Channel, cut_to, no_web_page, request, rfc3339, web_address
 
 EVENTS_URL = "https://events.pagerduty.com/v2/enqueue"
 # The limits of the API, in characters.
@@ -42,7 +42,7 @@ class PagerDuty(Channel):
             key = self._routing_key()
             body = msgspec.json.encode({"routing_key": key, **event(notice.message)})
             try:
-                request("POST", self._url, now, body, tell_body=True, secrets=(key,))
+                request("POST", self._url, now, body, tell_body=True, secrets=(key,), judge=no_web_page)
             except BadMessage as error:
                 # A wrong key is answered like a wrong event, with 400: it is the channel's fault, for a person to mend.
                 if "routing_key" in str(error) or "routing key" in str(error).lower():

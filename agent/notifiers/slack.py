@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from agent.model import AlertMessage, Notice, Rejected, TryLater
-from agent.notifiers.channel import BadMessage, Channel, cut_to, request, rfc3339, sendable, web_address
+from agent.notifiers.channel import BadMessage, Channel, cut_to, no_web_page, request, rfc3339, sendable, web_address
 
 POST_URL = "https://slack.com/api/chat.postMessage"
 # Slack's limits, in characters.
@@ -61,7 +61,11 @@ class Slack(Channel):
 
 
 def judge_webhook(answer: bytes) -> None:
-    """What a webhook says in the body of its 200: "ok" or, of whoever speaks Slack's API there, what that says."""
+    """What a webhook says in the body of its 200: "ok" or, of whoever speaks Slack's API there, what that says.
+
+    Raises Rejected or TryLater.
+    """
+    no_web_page(answer)
     if answer.lstrip().startswith(b"{") and b'"ok"' in answer:
         judge_answer(answer)
 
