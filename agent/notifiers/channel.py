@@ -138,7 +138,7 @@ def request(method: str, url: str, now: float, body: bytes | None = None, *, tel
 def no_web_page(answer: bytes) -> None:
     """Raises TryLater where a 2xx holds a web page: a proxy's or a login's in between, not the receiver's answer."""
     if answer.lstrip().startswith(b"<"):
-        raise TryLater("its address answers with a web page, as a proxy or a login in between does: nothing was delivered")
+        raise TryLater("it answers with a web page, as a proxy or a login in between does: nothing was delivered")
 
 
 def _session(url: str) -> requests.Session:
