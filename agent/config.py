@@ -1045,7 +1045,7 @@ class SecretUnreadable(Exception):  # noqa: N818  (it says what the secret is)
 
 
 def read_secret(file: Path | None, env: str | None, environ: Mapping[str, str] = os.environ) -> str:
-    """A secret, read when it is used, so that a rotated one is taken; one line end at its end is cut.
+    """A secret, read when it is used, so that a rotated one is taken; white space around it is cut: none begins so.
 
     Raises SecretUnreadable.
     """
@@ -1057,7 +1057,7 @@ def read_secret(file: Path | None, env: str | None, environ: Mapping[str, str] =
         where, text = f"environment variable {env}", environ[env]
     else:
         raise SecretUnreadable("no file and no environment variable is configured for this secret")
-    text = text.removesuffix("\n").removesuffix("\r")
+    text = text.strip()
     if not text:
         raise SecretUnreadable(f"{where} is empty; put the secret there")
     if not text.isprintable():
@@ -1074,6 +1074,6 @@ def _secret_in(file: Path) -> str:
     if len(raw) > MAX_SECRET_BYTES:
         raise SecretUnreadable(f"{file} is over 64 KiB; this is hardly the secret")
     try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise SecretUnreadable(f"{file} is not UTF-8; put only the secret there") from None

@@ -287,6 +287,14 @@ def test_a_secret_is_read_when_it_is_used(tmp_path: Path) -> None:
     assert read_secret(None, "KEY", {"KEY": "third"}) == "third"
 
 
+@pytest.mark.parametrize("content", [b"key \n", b"key\n\n", b" key", b"\tkey\r\n", b"\xef\xbb\xbfkey\n"])
+def test_white_space_around_a_secret_is_none_of_it(content: bytes, tmp_path: Path) -> None:
+    """An editor's last line or a template's space: Slack's answer was 404, and of a header "invalid value"."""
+    (tmp_path / "key").write_bytes(content)
+    assert read_secret(tmp_path / "key", None) == "key"
+    assert read_secret(None, "KEY", {"KEY": " key\n"}) == "key"
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
