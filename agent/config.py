@@ -88,6 +88,11 @@ def base_url(text: str) -> str:
     return text.rstrip("/")
 
 
+def engine_url(text: str) -> str:
+    """An engine's address, also where someone wrote the one of its page or of its API. Raises Unfit."""
+    return base_url(text).removesuffix("/metrics").removesuffix("/v1").rstrip("/")
+
+
 def full_url(text: str) -> str:
     """An address that is called as it is. Raises Unfit, also where a query holds what looks like a secret."""
     for name, _ in parse_qsl(_split_url(text).query):
@@ -307,6 +312,7 @@ def _netns(text: str) -> str | int:
 
 
 BaseUrl = Annotated[str, Parse(base_url, text=True)]
+EngineUrl = Annotated[str, Parse(engine_url, text=True)]
 FullUrl = Annotated[str, Parse(full_url, text=True)]
 HookUrl = Annotated[str, Parse(hook_url, text=True)]
 Name = Annotated[str, Parse(_name, text=True)]
@@ -365,7 +371,7 @@ class SloOverride(_Form, frozen=True):
 class EngineConfig(_Form, frozen=True):
     """One of `engines`."""
 
-    url: BaseUrl
+    url: EngineUrl
     name: Name | None = None  # None: host:port, see target_name
     kind: EngineKind = "auto"
     gpus: tuple[int, ...] = ()  # NVML indices

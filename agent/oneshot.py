@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from agent.config import DEFAULT_PATH, Config, EngineConfig, address_of, base_url, rules_for
+from agent.config import DEFAULT_PATH, Config, EngineConfig, address_of, engine_url, rules_for
 from agent.daemon import local_port, setup_of, sources_of
 from agent.loop import GRACE_S, Collector, doctor_report, tell_sources
 from agent.model import FoundEngine, Source
@@ -149,5 +149,5 @@ def doctor(config: Config, urls: Sequence[str], progress: Tell = quiet, rounds: 
 
 
 def _address(word: str) -> str:
-    """An engine's address from how people write it: host:port, with a last slash, with /metrics. Raises Unfit."""
-    return base_url(word if "://" in word else f"http://{word}").removesuffix("/metrics").rstrip("/")
+    """An engine's address from how people write it: host:port, with a last slash, with /metrics or /v1. Raises Unfit."""
+    return engine_url(word if "://" in word else f"http://{word}")

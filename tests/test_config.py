@@ -494,6 +494,12 @@ def test_half_a_name_is_nearer_than_another() -> None:
     assert did_you_mean("gpu", rules).startswith("known: ")
 
 
+@pytest.mark.parametrize("written", ["http://h:8000", "http://h:8000/", "http://h:8000/v1", "http://h:8000/metrics/"])
+def test_an_engine_is_found_by_whichever_of_its_addresses(written: str, tmp_path: Path) -> None:
+    """The clients' own base URL ends in /v1: its page was a 404, and lint asked for /v1/v1/models."""
+    assert loaded(f"engines: [{{url: '{written}'}}]\n", tmp_path).engines[0].url == "http://h:8000"
+
+
 def test_two_channels_of_a_kind_have_two_names(tmp_path: Path) -> None:
     """A notice is owed to one channel by name: two webhooks must not share their debts."""
     text = 'notify: [{webhook: {url: "http://a/"}}, {webhook: {url: "http://b/"}}]\n'
