@@ -149,5 +149,5 @@ def doctor(config: Config, urls: Sequence[str], progress: Tell = quiet, rounds: 
 
 
 def _address(word: str) -> str:
-    """An engine's address from how people write it: host:port, with a last slash, with /metrics or /v1. Raises Unfit."""
+    """An engine's address as people write it: host:port, with a last slash, with /metrics or /v1. Raises Unfit."""
     return engine_url(word if "://" in word else f"http://{word}")
