@@ -43,6 +43,7 @@ EMPTY_KV = 0.05  # "near 0"
 CROWDED_KV = 0.5  # below, no request was preempted
 NOT_WORTH_IT = 0.15  # prefix-cache hit rate
 HALF = 0.5
+MISCOUNT = 1.01  # times +Inf: what is read while it is counted may be one off
 SHARE_TOP = 1.0 + 1e-9  # what rounding may make of 1
 LIVE = (("generation_tokens", ""), ("itl", "count"), ("steps", ""), ("graph_passes", "graph"),
         ("graph_passes", "eager"), ("probe_steps", ""))  # move while an answer is written
@@ -562,6 +563,8 @@ def slow_verdict(ask: Ask, name: str, buckets: Buckets, limit_s: float, window_s
     """Certain or possible slow share as a signal, with p99, n and the bounds as evidence."""
     if zeros_only(ask, name, buckets, window_s):
         return ask.gap(Why.NO_DATA, f"all {buckets[-1][1]:.0f} observations are 0 s: the engine records zeros")
+    if miscounted(ask, name, buckets, window_s):
+        return ask.gap(Why.OUT_OF_RANGE, "its buckets hold less than its count: each tells only its own, not all below")
     share, evidence = measured_share(ask, name, buckets, limit_s, window_s)
     possible = counted(ask, share.possible, share.n)
     if math.isinf(share.high_bound) and possible > ask.rule.factor:  # else it is in range wherever they lie
@@ -601,6 +604,16 @@ def zeros_only(ask: Ask, name: str, buckets: Buckets, window_s: float) -> bool:
     sums = [ask.windows.increases(e, name, ask.start(window_s)).get("sum")
             for e in ask.scene.tellers(ask.target, name)]
     return all(total == 0 for total in sums)  # a sum that is not told (None) proves nothing either
+
+
+def miscounted(ask: Ask, name: str, buckets: Buckets, window_s: float) -> bool:
+    """Buckets that are not cumulative, as some exporters write them: +Inf is not the count."""
+    assert ask.target is not None  # noqa: S101
+    tellers, start = ask.scene.tellers(ask.target, name), ask.start(window_s)
+    if any("count" not in ask.windows.keys_now(e, name) or (ask.windows.restarted_at(e, name) or 0.0) > start
+           for e in tellers):  # after a restart its buckets may be younger than its count
+        return False
+    return sum(ask.count(name, e, start, "count") for e in tellers) > MISCOUNT * buckets[-1][1]
 
 
 def target_trouble(ask: Ask, name: str) -> Signal | None:

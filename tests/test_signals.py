@@ -321,6 +321,16 @@ def test_what_is_over_the_last_bound_is_in_the_count_where_no_bucket_tells_it() 
     assert (got.evidence["n"], got.evidence["slow"], verdict(got, "ttft-p99")) == (1000, 50, "breach")
 
 
+def test_buckets_that_are_not_cumulative_are_no_histogram() -> None:
+    """Each bucket told its own: of 1,000 first tokens 600 under 0.25 s, 300 to 0.5 s, 100 over: none was slow."""
+    own = {"ttft.0.25": 600.0, "ttft.0.5": 300.0, "ttft.+Inf": 100.0, "ttft.count": 1000.0, "ttft.sum": 300.0}
+    told = own | {"ttft.0.5": 900.0, "ttft.+Inf": 1000.0}
+    for numbers, want in ((own, "gap"), (told, "breach")):
+        def tells(at: float, numbers: Numbers = numbers) -> Numbers:
+            return numbers if at >= 400 else dict.fromkeys(numbers, 0.0)
+        assert verdict(at_end(serve(0, 600, tells), "ttft-p99", 600), "ttft-p99") == want
+
+
 def test_a_latency_without_buckets_is_unknown_and_not_idle() -> None:
     """1,000 first tokens counted, in no bucket (a summary): nobody knows how many were slow, and that is no quiet."""
     told = {"ttft.count": 1000.0, "ttft.sum": 7000.0}
