@@ -401,9 +401,9 @@ def history_(context: typer.Context, config: ConfigFile = None, as_json: AsJson 
     elif not rows:
         write("No drill has been run yet.")
     for row in rows if not as_json else ():
-        at = datetime.fromtimestamp(row["planned"], UTC)
+        at = "unknown" if row["planned"] is None else f"{datetime.fromtimestamp(row['planned'], UTC):%Y-%m-%d %H:%MZ}"
         took = ", ".join(f"{k.removesuffix('_s')} {v:.1f} s" for k, v in row["times"].items() if v is not None)
-        write(f"{at:%Y-%m-%d %H:%MZ}  {row['verdict']:12}  {row['run']}  {took or row['why']}")
+        write(f"{at:17}  {row['verdict']:12}  {row['run']}  {took or row['why']}")
 
 
 @app.command()

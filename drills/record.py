@@ -16,11 +16,13 @@ from typing import Any
 
 import msgspec
 
+from agent.escape import instant, number
 from drills import ledger, owner, report
 from drills.judge import Judgement
 from drills.model import Drill, Left, Moment, Plan, State, Verdict
 
 SCHEMA = 1
+END_OF_TIME = 253_402_300_800.0  # unix seconds: no calendar here goes beyond the year 9999
 UNFINISHED = "the run ended without saying how: it was killed, or the node went down"
 
 
@@ -121,12 +123,33 @@ def store(folder: Path, told: Mapping[str, Any]) -> None:
 
 
 def load(folder: Path) -> dict[str, Any] | None:
-    """The record of a run; None where there is none that can be read."""
+    """The record of a run; None where there is none that can be read.
+
+    One of another version, or of another hand, has what is missing or of no use as a blank one has it.
+    """
     try:
-        found: dict[str, Any] = json.loads((folder / "run.json").read_bytes())
+        found = json.loads((folder / "run.json").read_bytes())
     except (OSError, ValueError, RecursionError):  # the last: a thousand brackets in it
         return None
-    return found
+    drill = found.get("drill") if isinstance(found, dict) else None
+    if not isinstance(drill, dict) or not isinstance(drill.get("name"), str):
+        return None
+    empty = {**blank(folder.name, drill, 0.0), "verdict": "unknown", "planned_at": None}
+    fit = {key: _fit(key, found[key], empty[key]) for key in found.keys() & empty.keys()}
+    left = [one for one in fit.get("left", ()) if isinstance(one, dict) and {"what", "command"} <= one.keys()]
+    times = {key: number(value) for key, value in fit.get("times", {}).items()}
+    return {**empty, **found, **fit, "left": left, "times": times}
+
+
+def _fit(key: str, value: Any, empty: Any) -> Any:
+    """A value of a record, or the blank one's where it is of another kind."""
+    if key.endswith("_at"):
+        at = instant(value)
+        return at if at is not None and 0.0 <= at < END_OF_TIME else empty
+    if value is None and key in ("plan", "node"):
+        return None
+    kind: type = {"plan": dict, "node": str}.get(key) or next(k for k in (str, list, dict, int) if isinstance(empty, k))
+    return value if isinstance(value, kind) else empty
 
 
 def hash_of(definition: Mapping[str, Any]) -> str:

@@ -327,7 +327,8 @@ MAY_IMPORT: dict[str, Row] = {
     "drills.watch": Row("agent agent.client agent.proxy drills.judge", WORLD),
     "drills.tell": Row("agent agent.client drills.model", "pathlib"),
     "drills.record": Row(
-        "drills drills.judge drills.ledger drills.model drills.owner drills.report", "importlib msgspec pathlib"
+        "agent.escape drills drills.judge drills.ledger drills.model drills.owner drills.report",
+        "importlib msgspec pathlib"
     ),
     "drills.history": Row("drills drills.ledger drills.model drills.proc drills.record drills.report", WORLD),
     "drills.unit": Row("drills.model", "pathlib"),

@@ -7,6 +7,7 @@ loss: the sender's kernel would tell the sender.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -142,7 +143,7 @@ def _places(target: Mapping[str, Any], params: Mapping[str, Any]) -> tuple[int, 
     listening = _listening(here)
     port = _port(target, listening)
     targets.refuse(port, target.get("reserved"))
-    _refuse_netem(here)
+    _refuse_stacking(here)
     bound = [address for address, number, _ in listening if number == port]
     if not bound:
         raise Refused(f"nothing listens on port {port} in {here.path or 'this network namespace'}: is the engine up?")
@@ -153,8 +154,35 @@ def _places(target: Mapping[str, Any], params: Mapping[str, Any]) -> tuple[int, 
     return port, places
 
 
-def _refuse_netem(place: nft.Place) -> None:
+def _refuse_stacking(place: nft.Place) -> None:
     """Raise Refused where packets are delayed or lost already: two faults at once add up, and it is not ours to end."""
+    _refuse_netem(place)
+    try:
+        ruleset = nft.run(place, "nft", "list", "ruleset")
+    except (nft.NftError, Refused):  # we may not look: then we may put nothing in, either
+        return
+    rule = foreign_loss(ruleset)
+    if rule:
+        where = place.path or "this network namespace"
+        raise Refused(f"packets are dropped by chance in {where} already ({rule}): somebody else's fault is in, and two"
+                      " add up; end it first")
+
+
+def foreign_loss(ruleset: str) -> str:
+    """The first rule of others, iptables' too, that drops packets by chance, as `nft list ruleset` shows it; "". Pure.
+
+    kube-proxy's rules are by chance as well: they jump, and drop nothing.
+    """
+    table = ""
+    for line in map(str.strip, ruleset.splitlines()):
+        table = line if line.startswith("table ") else table
+        if f" {nft.PREFIX}" not in table and re.search(r"(?:random|statistic).*\bdrop\b", line):
+            return line[:200]
+    return ""
+
+
+def _refuse_netem(place: nft.Place) -> None:
+    """Raise Refused where a qdisc delays or loses packets."""
     try:
         shown = nft.run(place, "tc", "qdisc", "show")
     except (nft.NftError, Refused):  # no tc, or a kernel without qdiscs: then there is no netem either
@@ -173,6 +201,7 @@ def _peer(params: Mapping[str, Any], here: nft.Place, match: Match, given: Addre
     address = match.address or (str(given) if given is not None else None)
     if place.inode == here.inode:
         raise Refused("packet-loss: peer.netns is the engine's own network namespace; name its router's or client's")
+    _refuse_stacking(place)
     if address is None or ip_address(address).is_loopback:
         raise Refused("packet-loss: direction both needs target.address, by which the peer knows the engine's packets")
     return {"where": "peer", "place": place, "match": Match(match.port, "sport", address, loopback=False)}

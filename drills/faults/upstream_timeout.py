@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import select
 import shlex
 import signal
@@ -174,7 +175,7 @@ def shape_of(params: Mapping[str, Any]) -> Shape:
         delay_s=float(params.get("delay_s", 5.0)),
         after_bytes=int(params.get("after_bytes") or 0),
         status=int(params.get("status") or 503),
-        retry_after_s=None if retry_after_s is None else int(retry_after_s),
+        retry_after_s=None if retry_after_s is None else math.ceil(retry_after_s),  # 0 would mean: ask again at once
     )
     if mode not in get_args(Mode):
         raise Refused(f"mode {mode!r}: write one of {', '.join(get_args(Mode))}")

@@ -74,9 +74,9 @@ def test_a_run_in_the_foreground_tells_its_states(
 
     def executes(folder: Path, *, accept_unknown_budget: bool) -> None:
         for state in (State.BASELINE, State.OBSERVING):
-            (folder / "run.json").write_text(json.dumps({"state": state}))
+            (folder / "run.json").write_text(json.dumps({"drill": {"name": "loss"}, "state": state}))
         assert seen.wait(60.0)
-        (folder / "run.json").write_text(json.dumps({"state": State.REPORTED}))
+        (folder / "run.json").write_text(json.dumps({"drill": {"name": "loss"}, "state": "REPORTED"}))
 
     see = cli.Course.see
     monkeypatch.setattr(cli.Course, "see", write)

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from agent import client
 from agent.__main__ import app
 from agent.config import load_config
-from drills import cli, daemon, heal, ledger, lock, owner, record, runner, schedule, tell
+from drills import cli, daemon, heal, history, ledger, lock, owner, record, runner, schedule, tell
 from drills.ledger import last_state, read
 from drills.model import Drill, Refused, State, Verdict
 from tests.drills.stand_ins import NOBODY, as_nobody, open_folder, runner_of
@@ -331,6 +331,27 @@ def test_a_record_that_no_reader_can_take_is_none(tmp_path: Path) -> None:
     """A disk lost a byte, and run.json was brackets from there on: the history broke off with a RecursionError."""
     (tmp_path / "run.json").write_text('{"run": ' + "[" * 100_000)
     assert record.load(tmp_path) is None
+
+
+@pytest.mark.parametrize(("text", "is_one"), [
+    ("[]", False), ("{}", False), ('"x"', False), ('{"run": 1, "drill": "net"}', False),
+    ('{"drill": {"name": "net"}}', True),
+    ('{"drill": {"name": "net"}, "verdict": 7, "why": null, "planned_at": "yesterday", "started_at": 1e300}', True),
+    ('{"drill": {"name": "net"}, "times": [], "plan": [], "rows": {}, "left": [1, {"what": "x"}]}', True),
+    ('{"drill": {"name": "net"}, "planned_at": "2026-11-29T08:00:00Z", "times": {"detect_s": "soon"}}', True),
+])  # fmt: skip
+def test_one_odd_record_hides_no_other(text: str, is_one: bool, drilld: daemon.Daemon) -> None:
+    """A run.json of another version, or mended by hand: `drill history`, the page and heal broke off at it."""
+    folder = drilld._create(drilld.drills[0], RUN, started_by="ada", due_at=None)
+    (folder / "run.json").write_text(text)
+
+    rows = history.runs(drilld.root)
+
+    assert len(rows) == is_one
+    assert all(row["run"] == RUN and row["planned"] in (None, 1_795_939_200.0) for row in rows)
+    assert all(row["times"]["detect_s"] is None and row["verdict"] == "unknown" for row in rows)
+    assert history.reviewed(drilld.root, 0.0)["missed"] == []
+    assert drilld.heal("ada") == []
 
 
 def test_a_runner_that_was_killed_when_it_was_aborted(drilld: daemon.Daemon) -> None:

@@ -21,7 +21,7 @@ import pytest
 
 from drills import holder, nft, rehearsal
 from drills.faults import packet_loss
-from drills.faults.packet_loss import FAULT, Match, loss_text, probes_of, rehearse
+from drills.faults.packet_loss import FAULT, Match, foreign_loss, loss_text, probes_of, rehearse
 from drills.ledger import Ledger
 from drills.model import Drill, Plan, Refused, State
 from tests.drills.netns import NEEDS, Lab, Netns, ask, lab, says
@@ -386,6 +386,33 @@ def test_c093_a_foreign_netem_is_left_alone(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(Refused, match="root qdisc present: netem 8001"):
             FAULT.plan(drill, "r")
     assert (tmp_path / "asked").read_text().split() == ["qdisc", "show"]
+
+
+RULESET = """table ip filter {
+	chain INPUT {
+		type filter hook input priority filter; policy accept;
+		tcp dport 8001 counter packets 0 bytes 0 drop
+		meta random & 2147483647 < 644245094 counter packets 0 bytes 0 jump KUBE-SEP-A
+%s
+	}
+}
+table inet tocsin_00000000 {
+	chain in {
+		meta l4proto tcp th dport @armed counter name "met" numgen random mod 1000 < 100 counter name "dropped" drop
+	}
+}
+"""
+
+
+@pytest.mark.parametrize("rule", [
+    "tcp dport 8000 meta random & 2147483647 < 1073741824 counter packets 0 bytes 0 drop",  # iptables -m statistic
+    'tcp dport 8000 # xt_statistic counter packets 3 bytes 180 drop comment "left by a chaos tool"',
+    "tcp dport 8000 numgen random mod 100 < 50 counter packets 9 bytes 540 drop",
+    "",
+])
+def test_another_tool_s_loss_is_not_added_to(rule: str) -> None:
+    """A chaos tool had left 50 % behind: with the drill's own 50 % three of four packets were lost (reference 4.1)."""
+    assert foreign_loss(RULESET % f"\t\t{rule}") == rule
 
 
 @pytest.mark.heavy

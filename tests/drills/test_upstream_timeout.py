@@ -175,6 +175,12 @@ def test_wrong_parameters_are_refused(params: dict[str, Any], says_: str) -> Non
         shape_of(params)
 
 
+def test_a_retry_after_is_never_nothing() -> None:
+    """`retry_after: 500ms` was written as `Retry-After: 0`, and every client asked again at once."""
+    assert shape_of({"mode": "status", "retry_after_s": 0.5}).retry_after_s == 1
+    assert shape_of({"mode": "status", "retry_after_s": 2.0}).retry_after_s == 2
+
+
 def test_status_inside_tls_is_refused_at_once() -> None:
     """Nobody can answer 503 inside somebody else's TLS: said before the drill, not by a report without proof."""
     with pytest.raises(Refused, match="cannot answer inside TLS"):
