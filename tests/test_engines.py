@@ -295,6 +295,23 @@ def test_an_engine_that_the_page_never_told_of_is_blind_and_the_others_are_judge
     assert set(of["blind", "t"].evidence["lost"]) == {"queue_age of t/2", "kv_cache_utilization of t/2"}
 
 
+def test_a_garbled_counter_does_not_stand_still_ever_after() -> None:
+    """Two lines of a page ran into one another once, and preemptions were 1e17: from there a float counts in steps of
+    16, so the one a minute was none. And 1e308 twice was "inf" for as long as it was kept."""
+    reader, windows, page = PageReader("t"), Windows(EVERY_S), PAGES["vllm-0.32"]
+    for n in range(1, 41):
+        of = page(n * EVERY_S)
+        if n in (3, 5, 7):
+            known = next(line for line in of.splitlines() if line.startswith("vllm:num_preemptions_total"))
+            of = of.replace(known, f"{known.rpartition(' ')[0]} {'1e17' if n == 3 else '1e308'}")
+        readings = reader.read(of.encode(), "text/plain", T0 + n * EVERY_S)
+        windows.ingest(Batch("engine:t", T0 + n * EVERY_S, 0.0, tuple(readings)))
+        if n == 3:
+            assert next(r.why for r in readings if r.name == "preemptions" and isinstance(r, Gap)) == \
+                "vllm:num_preemptions_total is 1e+17, and cannot be over 2^53"
+    assert windows.increase("t", "preemptions", T0 + 600, T0 + 1200) == 10
+
+
 def reasons(page: str, of: range) -> bytes:
     """A page of vLLM on which requests also ended for these reasons, one each."""
     known = next(line for line in page.splitlines() if 'finished_reason="stop"' in line).rpartition(" ")[0]

@@ -39,7 +39,9 @@ from agent.model import OLD_S, SAMPLES, EngineFacts, Found, Gap, Sample, Why
 
 _AT_OF = itemgetter(3)  # Series.at
 _SAMPLE_OF = partial(tuple.__new__, Sample)  # a third of the time of Sample(...), for many
-LARGEST = 1.7976931348623157e308  # every finite number is at most this
+# Nothing that an engine tells is larger. Over it a float cannot count by one: a counter that has risen by so much, for
+# one garbled page, would stand still ever after.
+LARGEST = 2.0**53
 PERCENT_FROM = 1.5  # a share over this is in percent
 SHARE_TOP = 1.0 + 1e-9  # what rounding may make of 1
 MOST_ENGINES = 256  # that one page may tell of; indices farther apart are names
@@ -339,7 +341,8 @@ class PageReader:
         if quantity is not None and value in quantity.sentinels:
             return Gap(name, subject, Why.SENTINEL, f"{metric} is {value:g}, which stands for no value", at, key)
         if value < 0 or top == LARGEST:
-            return Gap(name, subject, Why.OUT_OF_RANGE, f"{metric} is {value:g}, and cannot be negative", at, key)
+            cannot = "be negative" if value < 0 else "be over 2^53"
+            return Gap(name, subject, Why.OUT_OF_RANGE, f"{metric} is {value:g}, and cannot {cannot}", at, key)
         unit = "a percentage" if top > PERCENT_FROM else "a share"
         return Gap(name, subject, Why.OUT_OF_RANGE, f"{metric} is {value:g}; {unit} is at most {top:.0f}", at, key)
 
