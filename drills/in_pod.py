@@ -50,10 +50,9 @@ def _aimed(drill: Drill, pod: Object, found: Sequence[Object]) -> Drill:
     listening = [pid for pid in proc.listeners(port, netns) if pid in members]
     if not listening:
         raise Refused(f"{drill.fault}: no process of pod {name} listens on port {port}; annotate {pods.PORT}: the port")
-    standing = [one for one in found if not pods.is_terminating(one)]
     aimed = {"pid": listening[0], "port": port, "netns": sandbox, "url": pods.url_of(pod),
              "address": (pod.get("status") or {}).get("podIP"), "pod": f"pod {name} (uid {uid_of(pod)})",
-             "ready": sum(map(pods.is_ready, found)), "of": len(standing)}
+             "ready": sum(map(pods.is_ready, found)), "of": len(pods.standing(found))}
     return replace(drill, target={**drill.target, **{key: value for key, value in aimed.items() if value is not None}})
 
 

@@ -104,6 +104,12 @@ def url_of(pod: Mapping[str, Any]) -> str | None:
     return None if not ip else f"http://{f'[{ip}]' if ':' in ip else ip}:{port_of(pod)}"
 
 
+def standing(pods: Sequence[Object]) -> list[Object]:
+    """Those that are replicas: neither told to go, nor ended (a Job's, or evicted long ago)."""
+    return [pod for pod in pods if (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed")
+            and not is_terminating(pod)]
+
+
 def newcomers(pods: Sequence[Object], before: Sequence[str], workload: str) -> list[Object]:
     """Those of a workload that were not there before, whatever their names, and are to stay: the likeliest first.
 

@@ -53,6 +53,7 @@ REVERT_WITHIN_S = 10.0
 HOLDER_GRACE_S = 5.0  # the holder's own timer ends it so long after the fault's time
 STALE_S = 30.0
 RESTART_WITHIN_S = 600.0  # where the drill does not say
+STEP_S = 2.0  # by which the wall clock may leave the monotonic one
 SETTLED_S = 100.0  # at least so long is looked at what came back, where `recovery` leaves it
 
 EXIT: Mapping[Verdict, int] = {
@@ -112,6 +113,9 @@ class Run:
         self.judged: list[Mapping[str, Any]] = []  # pages that were judged once
         self.accept_unknown_budget = False
         self.stalest_s = 0.0  # telemetry, at its oldest
+        self.begun: dict[str, float] = {}  # monotonic, beside `spans`: a clock that is set lengthens no fault
+        self.out_since = 0.0  # monotonic: the fault is out
+        self.wall_s, self.stepped_s = clock() - time.monotonic(), 0.0
         self.lease: lease.Held | None = None  # the fleet's, where there is a cluster
 
     # --- the way through the states ---------------------------------------------------------------------------------
@@ -308,14 +312,14 @@ class Run:
         if self.way_back is not None:
             self.way_back.start()
             self.gpu_memory.start()
-        self.spans["fault"] = [self.clock(), self.clock()]
+        self.spans["fault"], self.begun["fault"] = [self.clock(), self.clock()], time.monotonic()
         try:
             injected_at = self.holder.inject(PROVE_WITHIN_S)
         except holder.HolderError as no:
             self.refuse_to_go_on()  # a fault that was ended is no fault that failed
             self.enter_quietly(State.INVALID, why=str(no))
             return False, str(no)
-        self.spans["fault"] = [injected_at, self.clock()]
+        self.spans["fault"], self.begun["fault"] = [injected_at, self.clock()], time.monotonic()
         self.record.moment("fault injected", f"holder pid {self.holder.process_id.pid}")
         told = f"{self.drill.fault}, run {self.run}: {'; '.join(self.plan.targets)}"
         with suppress(NoThread):  # an Event costs a drill nothing
@@ -341,8 +345,9 @@ class Run:
             return
         self.enter_quietly(State.REVERTING)
         self.samples = list(self.holder.samples)
-        told_at = self.clock()
+        told_at, told = self.clock(), time.monotonic()
         self.left = self.holder.revert(REVERT_WITHIN_S + self.drain_s)
+        self.out_since = told if self.drain_s else time.monotonic()
         # What a fault let in may drain until long after its end, and only then it is undone.
         undone = [event["at"] for event in self.holder.events() if event["event"] == "undone"]
         ended_at = min([told_at if self.drain_s else self.clock(), *undone])
@@ -387,7 +392,7 @@ class Run:
         """The announced alerts are resolved, the target answers, and there was time enough to judge by."""
         back = self.way_back is None or self.way_back.completion_at is not None
         back = back and self.gpu_memory.is_free(None) is not False
-        settled = self.clock() - self.spans["fault"][1] >= min(self.settled_s, self.drill.recovery_s)
+        settled = time.monotonic() - self.out_since >= min(self.settled_s, self.drill.recovery_s)
         return back and settled and all(a.firing_at is None or a.resolved_at is not None for a in self.alarms())
 
     @property
@@ -401,8 +406,8 @@ class Run:
 
     def pass_time(self, phase: str, span_s: float, done: Callable[[], bool] = lambda: False) -> None:
         """One phase: guards each second. Raises Ended."""
-        start = self.spans.setdefault(phase, [self.clock(), self.clock()])[0]
-        end = time.monotonic() + span_s - (self.clock() - start)
+        self.spans.setdefault(phase, [self.clock(), self.clock()])
+        end = self.begun.setdefault(phase, time.monotonic()) + span_s
         while time.monotonic() < end and not done():
             self.breathe(phase)
 
@@ -411,6 +416,7 @@ class Run:
         self.wake.wait(TICK_S)
         self.wake.clear()
         self.spans[phase][1] = self.clock()
+        self.mind_clock()
         self.refuse_to_go_on()
         self.judge_pages()  # before all that may take its time
         if self.prober is not None:
@@ -424,6 +430,14 @@ class Run:
         no = [c for c in guards.during(self.drill, facts) if not c.ok]
         if no:
             raise Ended(self.stop_why or "; ".join(f"{c.name}: {c.why}" for c in no))
+
+    def mind_clock(self) -> None:
+        """Note that the clock was set, or the machine slept: what lies across it cannot be told by the times."""
+        stepped_s = self.clock() - time.monotonic() - self.wall_s
+        if abs(stepped_s - self.stepped_s) > STEP_S:
+            by_s, self.stepped_s = stepped_s - self.stepped_s, stepped_s
+            self.record.moment(f"the clock was put {'forward' if by_s > 0 else 'back'} by {abs(by_s):.0f} s",
+                               "by CLOCK_MONOTONIC, which stands still while a machine sleeps")
 
     def refuse_to_go_on(self) -> None:
         """Raise Ended where the run was told to stop, or the fleet's lease may be another's by now."""
@@ -506,6 +520,9 @@ class Run:
         ended = self.ended
         stalest_s, limit_s = max(self.stalest_s, self.agent.stale_s), max(STALE_S, guards.stale_limit_s(self.config))
         silent = [f"what the agent told was {stalest_s:.0f} s old"] if stalest_s > limit_s else []
+        self.mind_clock()
+        if any(moment["what"].startswith("the clock was put") for moment in self.record.data["timeline"]):
+            silent.append("the clock was set meanwhile: times across that are off")
         traffic = self.traffic()
         slo = slo_for(self.config, self.drill.target.get("engine"))
         return Evidence(

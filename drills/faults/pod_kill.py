@@ -151,14 +151,12 @@ def _plan(drill: Drill, run: str, victim: Mapping[str, Any], found: Sequence[Any
     meta, spec, owner = victim["metadata"], victim.get("spec") or {}, pods.owner_of(victim) or {}
     mode = str(drill.params.get("mode", "delete"))
     namespace, name = str(meta["namespace"]), str(meta["name"])
-    standing = [pod for pod in found if (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed")
-                and not pods.is_terminating(pod)]
     facts = {
         "namespace": namespace, "name": name, "uid": uid_of(victim), "node": spec.get("nodeName"), "mode": mode,
         "selector": str(drill.target["selector"]), "grace_s": spec.get("terminationGracePeriodSeconds"),
         "owner": f"{owner.get('kind')}/{owner.get('name')}", "workload": pods.workload_of(victim),
         "before": [uid_of(pod) for pod in found],
-        "ready": sum(map(pods.is_ready, found)), "of": len(standing),
+        "ready": sum(map(pods.is_ready, found)), "of": len(pods.standing(found)),
     }
     how = f"kubectl delete pod -n {namespace} {name}" if mode == "delete" else f"evict pod {namespace}/{name}"
     return Plan(

@@ -25,10 +25,45 @@ def run(**known: Any) -> Run:
     made.clock, made.spans, made.stop_why, made.unexpected = (lambda: 7.0), {"fault": [1.0, 6.0]}, "", []
     made.plan, made.drill, made.lease = None, Drill("d", "process-kill", expects=("engine-down",)), None
     made.is_armed, made.judged, made.stalest_s, made.rules = True, [], 0.0, {}
+    made.begun, made.wall_s, made.stepped_s = {}, 7.0 - time.monotonic(), 0.0
+    made.record = SimpleNamespace(moment=lambda *told: None)  # type: ignore[assignment]
     known = {"elsewhere": SimpleNamespace(pages=list), "config": Config(node="gpu-17"), **known}
     for name, value in known.items():
         setattr(made, name, value)
     return made
+
+
+@pytest.mark.parametrize(("now", "told"), [
+    (7.5, []), (3607.0, ["the clock was put forward by 3600 s"]), (-3593.0, ["the clock was put back by 3600 s"]),
+])  # fmt: skip
+def test_a_clock_that_is_set_while_it_runs(now: float, told: list[str]) -> None:
+    """NTP took an hour back: the fault was to last an hour longer, and the alarm had come 59 minutes before it."""
+    moments: list[str] = []
+    seen = run(record=SimpleNamespace(moment=lambda what, evidence: moments.append(what)))
+    seen.wall_s = 7.0 - time.monotonic()
+    seen.clock = lambda: now + 0.0
+
+    seen.mind_clock()
+    seen.mind_clock()
+
+    assert moments == told
+
+
+@pytest.mark.parametrize("later_s", [3600.0, -3600.0])
+def test_a_phase_lasts_its_time_whatever_the_clock_says(later_s: float) -> None:
+    """A fault of 300 s that had begun 1 s ago, on a clock that was put forward, or back, by an hour."""
+    seen, breaths = run(), list[str]()
+    seen.begun["fault"] = time.monotonic() - 299.0
+    seen.clock = lambda: 7.0 + later_s
+
+    def breathe(phase: str) -> None:
+        breaths.append(phase)
+        time.sleep(0.1)
+
+    seen.breathe = breathe  # type: ignore[method-assign]
+    seen.pass_time("fault", 300.0)
+
+    assert 1 <= len(breaths) <= 11
 
 
 def test_a_prober_that_died_ends_the_run(tmp_path: Path) -> None:

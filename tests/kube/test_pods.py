@@ -73,6 +73,15 @@ def test_what_a_replacement_waits_for_now() -> None:
     assert "CrashLoopBackOff: back-off 5m0s" in pods.why_not_back([new], "u-1", [], VLLM, events[:1])
 
 
+def test_pods_that_have_ended_are_no_replicas() -> None:
+    """Ten that the kubelet had evicted long ago stood beside two: at least six of twelve had to be healthy."""
+    evicted = [pod(f"old-{n}", phase="Failed") for n in range(10)]
+    live = [pod("a", ready=True), pod("b", ready=True), pod("c", phase="Pending")]
+    leaving = pod("d", ready=True, deletionTimestamp="2026-11-29T12:00:20Z")
+
+    assert pods.standing([*evicted, *live, pod("job", phase="Succeeded"), leaving]) == live
+
+
 def test_a_name_that_comes_back_is_another_pod() -> None:
     """C089: llm-0 of a StatefulSet came back as llm-0, and the drill took the old one for the new one."""
     old, new = pod("llm-0", uid="u-1", ready=True), pod("llm-0", uid="u-2", ready=True)
