@@ -242,6 +242,13 @@ def test_c047_a_wide_counter_may_pass_a_narrow_filler() -> None:
     assert not is_blank(69.437)
 
 
+@pytest.mark.parametrize("raw", [9223372036854776000, 9.223372036854776e18, 1.8446744073709552e19, 2**64 - 1])
+def test_c047_a_filler_that_was_rounded(raw: float) -> None:
+    """A memory of 9223372036854776000 °C on every T4: a filler that went through a double (gpu-monitoring-tools#97)."""
+    assert is_blank(raw, wide=True)
+    assert not is_blank(raw / 3, wide=True)
+
+
 C050: list[tuple[str, dict[str, Any], float | str]] = [
     ("a: healthy", {"margin": 56, "slowdown_tlimit": -2}, 58.0),
     ("b: at the slowdown", {"margin": -2, "slowdown_tlimit": -2}, 0.0),

@@ -45,9 +45,10 @@ CODES: Mapping[int, Why] = {
 def is_blank(raw: float, wide: bool = False) -> bool:
     """Whether a number is one of the fillers that NVML and DCGM write for "no data". `wide`: it has 64 bits.
 
-    A 64-bit quantity may well pass through the 32-bit fillers: those count only where it is not wide.
+    A 64-bit quantity may well pass through the 32-bit fillers: those count only where it is not wide. What went through
+    a double or a decimal text is a filler rounded: 9223372036854776000, 2^63 and 2^64.
     """
-    if raw == 0xFFFFFFFFFFFFFFFF or 0x7FFFFFFFFFFFFFF0 <= raw <= 0x7FFFFFFFFFFFFFFF + 1:
+    if raw >= 0xFFFFFFFFFFFFF800 or 0x7FFFFFFFFFFFFFF0 <= raw <= 0x7FFFFFFFFFFFFFF0 + 2048:
         return True
     if isinstance(raw, float) and 140737488355328.0 <= raw < 140737488355344.0:
         return True
