@@ -202,7 +202,7 @@ class Node:
         for reading in batch.readings:
             if reading.name in HARDWARE_NAMES:
                 self._take_hardware(reading)
-        self._learn_state(reading for reading in batch.readings if reading.name in hardware.STATE)
+        self._learn_state(reading for reading in batch.readings if reading.name in hardware.LEARNED)
         if self.first_at is None:
             self.first_at = batch.at
         if batch.engine is not None:

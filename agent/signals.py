@@ -977,7 +977,7 @@ def rank_clock_spread(ask: Ask) -> Signal:
 
 def gpu_temperature(ask: Ask) -> Signal:
     """H9. The GPU's temperature."""
-    got = ask.latest("gpu_temp_c")
+    got = hardware.latest_told(ask, "gpu_temp_c")
     return got if isinstance(got, Signal) else ask.value(got.value, at=got.at, evidence=gpu_evidence(ask))
 
 
@@ -990,7 +990,7 @@ def gpu_evidence(ask: Ask) -> dict[str, Any]:
 
 def gpu_thermal_margin(ask: Ask) -> Signal:
     """H9. Kelvins left to the card's own limit; 0 while hardware slows it for heat; else to the rule's `fallback`."""
-    temp = ask.latest("gpu_temp_c")
+    temp = hardware.latest_told(ask, "gpu_temp_c")
     margin = ask.windows.latest(ask.subject, "gpu_margin_c", ask.now)
     reason = ask.windows.latest(ask.subject, "gpu_throttle", ask.now)
     slowed = isinstance(reason, Sample) and int(reason.value) & HW_THERMAL
@@ -1187,7 +1187,7 @@ def busy_at(ask: Ask, target: Target, start: float) -> list[float]:
 
 def memory(ask: Ask, name: str) -> tuple[Sample, Sample] | Signal:
     """A GPU's used or free memory beside its total, or why there is none."""
-    part, total = ask.latest(name), ask.latest("gpu_mem_total")
+    part, total = hardware.latest_told(ask, name), hardware.latest_told(ask, "gpu_mem_total")
     if isinstance(part, Signal):
         return part
     if isinstance(total, Signal):

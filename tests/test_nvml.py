@@ -32,7 +32,7 @@ H100: Mapping[str, Any] = {
     "power_w": 612.5,
     "power_limit_w": 700,
 }
-NOT_SUPPORTED, UNINITIALIZED, NOT_LOADED, LOST, UNKNOWN = 3, 1, 9, 15, 999
+NOT_SUPPORTED, UNINITIALIZED, NOT_LOADED, FUNCTION_NOT_FOUND, LOST, UNKNOWN = 3, 1, 9, 13, 15, 999
 
 Start = Callable[..., Reader]
 
@@ -172,6 +172,23 @@ def test_c044_an_unsupported_value_costs_itself_alone(start: Start) -> None:
         None,
         "this card or driver does not tell it (nvmlDeviceGetTemperatureV, nvmlDeviceGetTemperature)",
     )
+
+
+def test_what_a_card_told_a_moment_ago_it_does_not_lack(start: Start) -> None:
+    """One "not supported" of a sick GPU, and its temperature was not asked for again: a page of heat closed as N/A."""
+    reader = start(node({}, {}))
+    assert reader.read().codes(0) == {"value"}
+    broken = dict.fromkeys(("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV", "nvmlDeviceGetFieldValues",
+                            "nvmlDeviceGetPowerUsage"), NOT_SUPPORTED)
+    reader.play(node({"errors": broken}, {}))
+    sick = reader.read()
+    reader.play(node({}, {}))
+    well = reader.read()
+
+    names = ("gpu_temp_c", "gpu_power_w")
+    assert [sick.value(0, name) for name in names] == ["error"] * 2
+    assert sick.codes(1) == {"value"}
+    assert [well.value(0, name) for name in names] == [61.0, 612.5]
 
 
 def test_c046_unified_memory_has_no_size(start: Start) -> None:
@@ -718,6 +735,16 @@ def test_who_holds_gpu_memory(start: Start) -> None:
     assert reader("processes") is None  # no GPU is open yet
     reader.read()
     assert reader("processes") == {41: 1024, 7: 3}
+
+
+def test_a_driver_of_before_510_has_an_older_call_for_its_processes(start: Start) -> None:
+    """pynvml says so with an error that is none of NVML's: each look at a GPU's processes cost all GPUs their reading."""
+    gpu = {"processes": {"41": 24}, "errors": {"nvmlDeviceGetComputeRunningProcesses_v3": FUNCTION_NOT_FOUND}}
+    older = {"errors": {"nvmlDeviceGetComputeRunningProcesses": FUNCTION_NOT_FOUND}}
+    seen = start(node(gpu, older, {"processes": {"7": 1}})).read()
+
+    assert [seen.codes(i) for i in range(3)] == [{"value"}] * 3
+    assert [seen.gpu(i).pids for i in range(3)] == [(41,), (), (7,)]
 
 
 @pytest.mark.parametrize("story", [{"errors": {"nvmlDeviceGetComputeRunningProcesses": UNKNOWN}},

@@ -43,6 +43,24 @@ STATE = frozenset((  # what `told` asks for
     "gpu_nvlink_recoveries", "gpu_nvlink_replays", "gpu_pcie_gen", "gpu_pcie_gen_max", "gpu_pcie_width",
     "gpu_pcie_width_max", "gpu_pcie_replays", "gpu_fabric", "gpu_fabric_status", "gpu_persistence"))
 STATE_KEPT_S = 7 * 86400.0
+GAUGES = frozenset(("gpu_temp_c", "gpu_mem_used", "gpu_mem_free", "gpu_mem_total"))  # what `latest_told` asks for
+LEARNED = STATE | GAUGES  # names that a GPU which told them once may not fall silent about
+TOLD_BEFORE = "it was told before, and is no more: another driver, or what tells it was switched off"
+
+
+def latest_told(ask: Ask, name: str) -> Sample | Signal:
+    """A gauge's last sample, or why there is none: N/A only where the card has never told it, as in `told`."""
+    got = ask.latest(name)
+    if isinstance(got, Sample) or got.state != "na" or not was_told(ask, name):
+        return got
+    return ask.gap(Why.MISSING, TOLD_BEFORE)
+
+
+def was_told(ask: Ask, name: str) -> bool:
+    """Whether a number was told in the last seven days, by a GPU that is not in MIG mode."""
+    told_at = ask.scene.state_told.get(ask.subject, {}).get(name)
+    mig = ask.windows.latest(ask.subject, "gpu_mig", ask.now)
+    return told_at is not None and ask.now - told_at <= STATE_KEPT_S and not (isinstance(mig, Sample) and mig.value)
 
 
 def told(ask: Ask, name: str) -> Sample | Signal:
@@ -55,11 +73,9 @@ def told(ask: Ask, name: str) -> Sample | Signal:
         return got
     if got.code not in (Why.MISSING, Why.NOT_SUPPORTED):
         return ask.gap(got.code, got.why)
-    told_at = ask.scene.state_told.get(ask.subject, {}).get(name)
-    mig = ask.windows.latest(ask.subject, "gpu_mig", ask.now)
-    if told_at is None or ask.now - told_at > STATE_KEPT_S or (isinstance(mig, Sample) and mig.value):
+    if not was_told(ask, name):
         return ask.na(got.why if got.code is Why.NOT_SUPPORTED else "this card or driver does not tell it")
-    return ask.gap(Why.MISSING, "it was told before, and is no more: another driver, or what tells it was switched off")
+    return ask.gap(Why.MISSING, TOLD_BEFORE)
 
 
 def text_value(ask: Ask, value: float, text: str, at: float, **more: Any) -> Signal:

@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -69,7 +70,9 @@ class _Job:
         function = getattr(pynvml, name, None)
         if function is None:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-        return function(*args)
+        with suppress(pynvml.NVMLLibraryMismatchError):  # its own word for that, and no NVMLError
+            return function(*args)
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
 
 
 class _Worker:
@@ -346,12 +349,16 @@ def _processes_of(job: _Job, gpu: Gpu, name: str) -> Counter[int] | None:
 
     Raises pynvml.NVMLError for every other reason.
     """
-    try:
-        told = job.call(name, gpu.label, gpu.handle)
-    except pynvml.NVMLError as error:
-        if error.value in UNSUPPORTED:
-            return None
-        raise
+    told: list[Any] | None = None
+    for version in ("", "_v2"):  # drivers before 510 have the latter
+        try:
+            told = job.call(f"{name}{version}", gpu.label, gpu.handle)
+            break
+        except pynvml.NVMLError as error:
+            if error.value not in UNSUPPORTED:
+                raise
+    if told is None:
+        return None
     found: Counter[int] = Counter()
     for process in told:
         found[int(process.pid)] += int(process.usedGpuMemory or 0)

@@ -139,6 +139,8 @@ class XidEvents:
             except pynvml.NVMLError as error:
                 if error.value == pynvml.NVML_ERROR_UNINITIALIZED:
                     return
+                if error.value in UNSUPPORTED:  # a driver of before 2020
+                    self._unheard = f"nvmlEventSetWait_v2: {error}"
                 if error.value != pynvml.NVML_ERROR_TIMEOUT:  # a GPU that is lost, a driver that goes
                     ending.wait(1.0)
                 continue

@@ -66,6 +66,9 @@ class NoValueError(Exception):
 class UnsupportedError(Exception):
     """This way leads nowhere on this card; the next one may."""
 
+    def __init__(self, text: str = "it tells none") -> None:
+        super().__init__(text)
+
 
 class Field(NamedTuple):
     id: int
@@ -323,6 +326,7 @@ class Gpu:
     limit_c: float | None = None
     unsupported: set[str] = field(default_factory=set)  # ways
     live_fields: list[int] = field(default_factory=lambda: list(FIELDS))
+    told_fields: set[int] = field(default_factory=set)  # that gave a value once: they are asked for again
     one_by_one: bool = False  # fields cannot be read together here
     how: dict[str, str] = field(default_factory=dict)  # name -> way that gave it last
     lost: str | None = None
@@ -398,27 +402,44 @@ def _poll_state(
         readings.extend(Sample(name, gpu.uuid, value, now) for name, value in told.items())
 
 
+def _asked(way: Way, reader: Reader) -> tuple[float, ...]:
+    """What a way gives. Raises UnsupportedError also where the driver says so itself."""
+    try:
+        return way.read(reader)
+    except pynvml.NVMLError as error:
+        if error.value not in UNSUPPORTED:
+            raise
+        failure = UnsupportedError(str(error))
+    raise failure
+
+
+def _leave(gpu: Gpu, group: Group, way: Way, error: UnsupportedError) -> str:
+    """A way that leads nowhere is not tried again, unless it gave a value before; then it returns what it says now."""
+    if gpu.how.get(group.names[0]) == way.how:
+        return f"{way.how}: {error}, and it gave a value before"
+    gpu.unsupported.add(way.how)
+    return ""
+
+
 def read_group(reader: Reader, gpu: Gpu, group: Group, now: float) -> tuple[float, ...] | Gap:
     """The values of a group by the first way that works on this handle, or why there are none."""
     if gpu.lost is not None:
         return Gap(group.names[0], gpu.uuid, Why.LOST, gpu.lost, now)
+    silent = ""  # what the way says now that gave these numbers before: this card does not lack them
     for way in group.ways:
         if way.how in gpu.unsupported:
             continue
         code, why = Why.ERROR, ""
         try:
-            values = _bounded(group, way.read(reader))
-        except UnsupportedError:
-            gpu.unsupported.add(way.how)
+            values = _bounded(group, _asked(way, reader))
+        except UnsupportedError as error:
+            silent = _leave(gpu, group, way, error) or silent
             continue
         except NoValueError as error:
             code, why = error.code, str(error)
         except pynvml.NVMLError as error:
             if error.value in STALE:
                 raise
-            if error.value in UNSUPPORTED:
-                gpu.unsupported.add(way.how)
-                continue
             code, why = CODES.get(error.value, Why.ERROR), str(error)
             if code is Why.LOST:
                 gpu.lost = f"{way.how}: {why}"
@@ -426,6 +447,8 @@ def read_group(reader: Reader, gpu: Gpu, group: Group, now: float) -> tuple[floa
             gpu.how.update(dict.fromkeys(group.names, way.how))
             return values
         return Gap(group.names[0], gpu.uuid, code, f"{way.how}: {why}", now)
+    if silent:
+        return Gap(group.names[0], gpu.uuid, Why.ERROR, silent, now)
     for name in group.names:
         gpu.how.pop(name, None)
     tried = ", ".join(way.how for way in group.ways)
@@ -449,7 +472,9 @@ def _fetch_fields(reader: Reader, gpu: Gpu) -> None:
                 _fetch_fields(reader, gpu)
                 return
             reader.fields.update(dict.fromkeys(ids, error))
-    gpu.live_fields = [f for f in gpu.live_fields if not _is_unsupported_field(reader.fields.get(f))]
+    gpu.told_fields |= {f for f, told in reader.fields.items() if not isinstance(told, Exception)}
+    gpu.live_fields = [f for f in gpu.live_fields
+                       if f in gpu.told_fields or not _is_unsupported_field(reader.fields.get(f))]
     for f in FIELDS:
         if f not in gpu.live_fields:
             reader.fields.pop(f, None)

@@ -646,6 +646,10 @@ API int nvmlDeviceGetComputeRunningProcesses_v3(Device *device, unsigned *count,
     return processes_of("nvmlDeviceGetComputeRunningProcesses_v3", device, "processes", count, out);
 }
 
+API int nvmlDeviceGetComputeRunningProcesses_v2(Device *device, unsigned *count, ProcessInfo *out) {
+    return processes_of("nvmlDeviceGetComputeRunningProcesses_v2", device, "processes", count, out);
+}
+
 API int nvmlDeviceGetGraphicsRunningProcesses_v3(Device *device, unsigned *count, ProcessInfo *out) {
     return processes_of("nvmlDeviceGetGraphicsRunningProcesses_v3", device, "graphics_processes", count, out);
 }

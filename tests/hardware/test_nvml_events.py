@@ -107,3 +107,23 @@ def test_a_storm_of_events_is_counted(driver: Driver) -> None:
     for number in range(2 * MOST):
         events._take(told(1, number))
     assert len(events.read(3.0).events) == MOST
+
+
+def test_a_driver_that_cannot_be_waited_for_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old driver has no nvmlEventSetWait_v2: nobody heard its Xids, and the source was told as open."""
+    asked = threading.Event()
+
+    def wait(event_set: Any, timeout_ms: int) -> Any:
+        del event_set, timeout_ms
+        asked.set()
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+
+    monkeypatch.setattr("pynvml.nvmlEventSetWait_v2", wait)
+    source = XidEvents()
+    source.register(lambda *_: "a set", [gpu(0x1B)])
+    assert asked.wait(60)
+    end = time.monotonic() + 60
+    while isinstance(source.read(1.0).readings[0], Sample) and time.monotonic() < end:
+        time.sleep(0.01)
+    source.stop(lambda *_: None)
+    assert source.note == "nvmlEventSetWait_v2: Function Not Found"

@@ -426,6 +426,18 @@ def test_what_a_driver_tells_no_more_is_not_well_again(tell: Tell, tmp_path: Pat
     assert again.verdict(0)["verdict"] == "HEALTHY"
 
 
+def test_heat_that_is_told_no_more_is_not_over(tell: Tell) -> None:
+    """A GPU at its limit; then its driver says "not supported" to that, for good: the page was closed by it."""
+    story = tell(gpus(gpu1={"margin": -5, "temperature": 91}))
+    assert set(story.run(90)) == {("firing", "gpu-temperature"), ("firing", "gpu-thermal-limit")}
+    mute = dict.fromkeys(("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV", "nvmlDeviceGetMarginTemperature",
+                          "nvmlDeviceGetTemperatureThreshold"), 3)
+    story.reader.play(gpus(gpu1={"errors": mute}))
+
+    assert story.run(420) == [("firing", "blind")]
+    assert "gpu-thermal-limit" in story.pages()
+
+
 def test_a_reset_while_the_agent_is_down(tell: Tell) -> None:
     """Tocsin was stopped, the GPU reset, Tocsin started: its Xid was told for a day more as if nobody had come."""
     story = tell(gpus())
