@@ -738,7 +738,7 @@ def test_who_holds_gpu_memory(start: Start) -> None:
 
 
 def test_a_driver_of_before_510_has_an_older_call_for_its_processes(start: Start) -> None:
-    """pynvml says so with an error that is none of NVML's: each look at a GPU's processes cost all GPUs their reading."""
+    """pynvml says so with an error that is none of NVML's: each look at processes cost all GPUs their reading."""
     gpu = {"processes": {"41": 24}, "errors": {"nvmlDeviceGetComputeRunningProcesses_v3": FUNCTION_NOT_FOUND}}
     older = {"errors": {"nvmlDeviceGetComputeRunningProcesses": FUNCTION_NOT_FOUND}}
     seen = start(node(gpu, older, {"processes": {"7": 1}})).read()
