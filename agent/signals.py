@@ -749,8 +749,7 @@ def error_trouble(ask: Ask, target: Target) -> Signal | None:
 def error_burn(ask: Ask) -> Signal:
     """H7. Burn of the error budget, as a multiple of the rule's factor: the worst of its (long, short) window pairs.
 
-    burn = Wilson's lower bound of errors ÷ requests, ÷ (1 − availability), x min(1, watched ÷ window). A pair whose
-    long window has fewer errors than `min_bad` counts for nothing: of 99.9 %, one request of twelve burns over 14.4.
+    burn = Wilson's lower bound of errors ÷ requests, ÷ (1 − availability), x min(1, watched ÷ window).
     """
     of_node = ask.spec.subject == "node" or ask.target is None
     targets = list(ask.scene.targets.values()) if of_node or ask.target is None else [ask.target]
@@ -771,8 +770,7 @@ def error_burn(ask: Ask) -> Signal:
         evidence[f"burn_{span(pair['long'])}"] = long_burn
         evidence[f"burn_{span(pair['short'])}"] = short_burn
         if recent > 0:  # no request in the short window: nothing to judge, and not "no error"
-            few = spent(ask, judged, pair["long"])[0] < (ask.rule.min_bad or 0)
-            ratios.append(0.0 if few else min(long_burn, short_burn) / pair["factor"])
+            ratios.append(min(long_burn, short_burn) / pair["factor"])
     if not ratios:
         return ask.idle("no requests", evidence=evidence)
     at = max(error_told_at(ask, t) for t in judged)
@@ -1726,9 +1724,8 @@ SIGNALS: Mapping[str, tuple[SignalSpec, Callable[[Ask], Signal]]] = {row[0].id: 
     _row("e2e_possibly_slow_share", "ratio", "target", "the same, where the limit lies inside a bucket",
          undecided_signal("e2e"), windowed=True, counted=True, limit="slo", most=1.0),
     _row("error_burn", "of limit", "target", "burn of the error budget, as a multiple of the rule's factor", error_burn,
-         counted=True, pairs="pairs"),
-    _row("node_error_burn", "of limit", "node", "the same for all engines of the node", error_burn, counted=True,
          pairs="pairs"),
+    _row("node_error_burn", "of limit", "node", "the same for all engines of the node", error_burn, pairs="pairs"),
     _row("rank_step_spread", "ratio", "group", "spread of compute time over the ranks", rank_step_spread,
          windowed=True, steps="number"),
     _row("rank_clock_spread", "ratio", "group", "spread of SM clocks over the busy ranks", rank_clock_spread, most=1.0),

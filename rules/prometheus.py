@@ -401,8 +401,7 @@ def error_burn(ask: Ask) -> Written:
             entries.append(Entry(seen, f"clamp_max(max by {TARGET} ({count}) / {window_s / step_s:g}, 1)"))
             share = f"({pair['factor'] * (1 - ask.slo.availability):.6g} / {seen})"
             both.append(f"{bad} > {share} * {n} + {Z_95:.6g} * sqrt({share} * (1 - {share}) * {n})")
-        few = f"tocsin:errors:increase{span(pair['long'])} >= {ask.rule.min_bad or 0}"
-        parts.append(f"({both[0]}\n and {both[1]}\n and {few})")
+        parts.append(f"({both[0]}\n and {both[1]})")
     return entries, "(" + "\nor ".join(parts) + f")\n{unless('asleep', by=TARGET)}", 0.0
 
 

@@ -560,8 +560,6 @@ def test_the_contract_s_own_example_loads() -> None:
         ("preemption-storm", (">", 60, None, 0, 0, "page", 3600, None, None)),
         ("ttft-p99", (">", 0.01, None, 60, 120, "page", 300, 100, 5)),
         ("itl-p99", (">", 0.01, None, 60, 120, "page", 300, 300, 30)),
-        ("error-burn-fast", (">", 1, None, 0, 300, "page", None, None, 5)),  # 5: ours, beside Wilson's lower bound
-        ("error-burn-slow", (">", 1, None, 0, 1800, "ticket", None, None, 5)),
         ("rank-straggler", (">", 0.15, None, 120, 120, "page", 300, None, None)),
         ("gpu-temperature", (">", 85, None, 30, 120, "ticket", None, None, None)),
         ("gpu-thermal-limit", ("<=", 0, None, 30, 120, "page", None, None, None)),

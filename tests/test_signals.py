@@ -532,18 +532,6 @@ def test_c075_f_no_request_is_no_burn_and_no_division() -> None:
     assert (got.state, got.evidence["burn_5m"]) == ("idle", 0.0)
 
 
-@pytest.mark.parametrize(("failed", "burn_1h", "want"), [
-    (1, 206.5, "clear"), (4, 510.1, "clear"), (5, 565.5, "breach")])
-def test_one_request_of_a_quiet_night_pages_nobody(failed: float, burn_1h: float, want: str) -> None:
-    """At 3 a.m. the hour's one request failed: 100 %, by Wilson 1 ÷ (1 + 1.96²) = 20.7 % of an allowed 0.1 %.
-
-    All of n fail: n ÷ (n + 3.84). Five in the hour are no accident.
-    """
-    got = at_end(erring(3600, lambda at: {"finished.error": failed if at >= 3500 else 0.0}), "error-burn-fast", 3600)
-    assert got.evidence["burn_1h"] == pytest.approx(burn_1h, abs=0.1)
-    assert verdict(got, "error-burn-fast") == want
-
-
 def test_a_young_agent_has_seen_only_its_share_of_the_budget_spent() -> None:
     """6 min of 3 %: a ratio of 30 x the allowed one, but a tenth of the hour: a burn of 3, no page."""
     windows = erring(360, lambda at: {"finished.error": 50 * at, "finished.stop": 1617 * at})
