@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, urlsplit
@@ -91,6 +92,16 @@ def base_url(text: str) -> str:
 def engine_url(text: str) -> str:
     """An engine's address, also where someone wrote the one of its page or of its API. Raises Unfit."""
     return base_url(text).removesuffix("/metrics").removesuffix("/v1").rstrip("/")
+
+
+def users_url(text: str) -> str:
+    """The address that users use, also where someone wrote one of its API's paths. Raises Unfit."""
+    return re.sub(r"/v1/(?:chat/completions|completions|models)$", "", base_url(text))
+
+
+def prometheus_url(text: str) -> str:
+    """A PromQL API's address, also where someone wrote the path of its queries. Raises Unfit."""
+    return re.sub(r"/api/v1(?:/query)?$", "", base_url(text))
 
 
 def full_url(text: str) -> str:
@@ -313,6 +324,8 @@ def _netns(text: str) -> str | int:
 
 BaseUrl = Annotated[str, Parse(base_url, text=True)]
 EngineUrl = Annotated[str, Parse(engine_url, text=True)]
+UsersUrl = Annotated[str, Parse(users_url, text=True)]
+PrometheusUrl = Annotated[str, Parse(prometheus_url, text=True)]
 FullUrl = Annotated[str, Parse(full_url, text=True)]
 HookUrl = Annotated[str, Parse(hook_url, text=True)]
 Name = Annotated[str, Parse(_name, text=True)]
@@ -400,7 +413,7 @@ class PromqlSource(_Form, frozen=True):
     """One of `sources.promql`."""
 
     name: Name
-    url: BaseUrl
+    url: PrometheusUrl
     query: Annotated[str, Parse(_query, what="a query, as sum(increase(orders_total[1h]))")]
     token_file: AbsolutePath | None = None
     token_env: EnvName | None = None
@@ -544,7 +557,7 @@ class NotifyConfig(_Form, frozen=True):
 class CanaryConfig(_Form, frozen=True):
     """`probe.canary`."""
 
-    urls: tuple[BaseUrl, ...] = ()
+    urls: tuple[UsersUrl, ...] = ()
     model: str | None = None
     api_key_file: AbsolutePath | None = None
     api_key_env: EnvName | None = None
@@ -893,6 +906,9 @@ def _notify_faults(item: NotifyConfig, places: Places) -> list[Fault]:
         if part is not None and part.severity == ():
             remedy = "write severity: [page], or leave the key out"
             faults.append(places.fault(f"{key}.{name}.severity", "an empty list matches nothing", remedy))
+        empty = [way for way in ("rule", "subject") if getattr(part, way, None) == ()]
+        faults += [places.fault(f"{key}.{name}.{way}", "an empty list matches nothing", "leave the key out")
+                   for way in empty]
         if part is not None and kind == "heartbeat":
             faults.append(places.fault(f"{key}.{name}", "a heartbeat is sent whatever fires", f"remove {name}"))
     if item.quiet is not None and "page" in item.quiet.severity:
@@ -1004,9 +1020,20 @@ def rules_for(config: Config, catalogue: Mapping[str, SignalSpec]) -> RuleSet:
     loaded = load_rules(config.rules, slo_for(config), catalogue, engine_slos=own)
     names = source_names(config)
     unknown = [rule for rule in loaded.rules if "source" in rule.params and rule.params["source"] not in names]
-    if unknown:
-        raise ConfigErrors([_no_source(rule, names) for rule in unknown])
+    faults = [_no_source(rule, names) for rule in unknown] + list(_told_of_nothing(config, loaded.known))
+    if faults:
+        raise ConfigErrors(faults)
     return replace(loaded, notes=(*loaded.notes, *_noise_notes(loaded.rules, business_of(config, loaded.rules))))
+
+
+def _told_of_nothing(config: Config, known: Collection[str]) -> Iterator[Fault]:
+    """Of `notify[].match.rule`, what no rule is called: the channel would wait for it in silence."""
+    for item in config.notify:
+        for i, pattern in enumerate(item.match.rule if item.match is not None else ()):
+            if not any(fnmatchcase(name, pattern) for name in known):
+                yield config.rules.places.fault(
+                    f"{item.at}.match.rule[{i}]", f"no rule is called {cut(pattern)}",
+                    did_you_mean(pattern, known, "known rules"))
 
 
 def _no_source(rule: Rule, names: Sequence[str]) -> Fault:

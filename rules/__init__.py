@@ -166,11 +166,12 @@ def highest_burn(availability: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RuleSet:
-    """The rules that run, in the order of their files, and what must be said of them (`notes`)."""
+    """The rules that run, in the order of their files, and what must be said of them (`notes`); `known`: every id."""
 
     rules: tuple[Rule, ...]
     notes: tuple[str, ...] = ()
     disabled: tuple[str, ...] = ()
+    known: frozenset[str] = frozenset()
 
 
 def load_rules(
@@ -204,7 +205,7 @@ def load_rules(
             rules.append(rule)
     if faults:
         raise ConfigErrors(faults)
-    return RuleSet(tuple(rules), tuple(notes), tuple(sorted(known & set(config.disable))))
+    return RuleSet(tuple(rules), tuple(notes), tuple(sorted(known & set(config.disable))), frozenset(known))
 
 
 def _read_files(config: RulesConfig, builtin_dir: Path) -> tuple[list[tuple[bool, Decoded[Any]]], list[Fault]]:

@@ -19,6 +19,7 @@ from agent.config import (
     day_window,
     engine_of,
     host_port,
+    load_all,
     load_config,
     read_secret,
     slo_for,
@@ -26,6 +27,7 @@ from agent.config import (
     with_slo,
 )
 from agent.model import Slo
+from agent.signals import SIGNALS
 from agent.strict import (
     Decoded,
     Duration,
@@ -498,6 +500,36 @@ def test_half_a_name_is_nearer_than_another() -> None:
 def test_an_engine_is_found_by_whichever_of_its_addresses(written: str, tmp_path: Path) -> None:
     """The clients' own base URL ends in /v1: its page was a 404, and lint asked for /v1/v1/models."""
     assert loaded(f"engines: [{{url: '{written}'}}]\n", tmp_path).engines[0].url == "http://h:8000"
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1/chat/completions", "/v1/completions", "/v1/models"])
+def test_a_canary_asks_the_api_whichever_of_its_paths_is_written(path: str, tmp_path: Path) -> None:
+    """It asked for /v1/chat/completions/v1/chat/completions, and a 404 is no answer of an engine."""
+    config = loaded(f"probe: {{canary: {{urls: ['http://h:8000/llm{path}']}}}}\n", tmp_path)
+    assert config.probe.canary.urls == ("http://h:8000/llm",)
+
+
+@pytest.mark.parametrize("path", ["", "/", "/api/v1", "/api/v1/query"])
+def test_a_promql_source_asks_the_api_whichever_of_its_paths_is_written(path: str, tmp_path: Path) -> None:
+    """Copied from a command line of curl: it asked for /api/v1/query/api/v1/query."""
+    source = f"{{name: a, url: 'http://h:9090/select/0/prometheus{path}', query: up}}"
+    [read] = loaded(f"sources: {{promql: [{source}]}}\n", tmp_path).sources.promql
+    assert read.url == "http://h:9090/select/0/prometheus"
+
+
+def test_a_channel_that_waits_for_a_rule_that_is_none(tmp_path: Path) -> None:
+    """`match: {rule: [quee-age]}`: on-call was told of nothing for a month, and the file had no fault."""
+    path = tmp_path / "tocsin.yaml"
+    catalogue = {id_: row[0] for id_, row in SIGNALS.items()}
+    item = "- slack: {webhook_file: /a}\n  match:\n    rule: [kv-*, quee-age]\n"
+    path.write_text(f"notify:\n{item}")
+    with pytest.raises(ConfigErrors, match=r"yaml:4: notify\[0\].match.rule\[1\]: no rule is called quee-age; did you"
+                                           r" mean queue-age\?"):
+        load_all(path, {}, catalogue)
+    path.write_text("rules: {disable: [gpu-utilization]}\nnotify:\n" + item.replace("quee-age", "gpu-utilization"))
+    assert load_all(path, {}, catalogue)
+    assert "2: notify[0].match.rule: an empty list matches nothing; leave the key out" in faults_of(
+        "notify:\n- {slack: {webhook_file: /a}, match: {rule: []}}\n", tmp_path)
 
 
 def test_two_channels_of_a_kind_have_two_names(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ MAY_IMPORT: dict[str, Row] = {
     "agent.strict": Row("", "msgspec pathlib yaml"),
     "agent.config": Row(
         "agent agent.engines agent.json_path agent.model agent.patterns agent.stats agent.strict rules",
-        "msgspec os pathlib socket zoneinfo",
+        "fnmatch msgspec os pathlib socket zoneinfo",
     ),
     "rules": Row("agent.model agent.patterns agent.strict", "msgspec pathlib"),
     "rules.alertmanager": Row("agent.incidents agent.model"),
