@@ -421,7 +421,14 @@ class Node:
 
     def pods(self, by: str = "") -> list[PodFacts]:
         """The pods of this node, as one source tells, or as all do."""
-        return [pod for source, pods in self._pods.items() if by in ("", source) for pod in pods]
+        return [self._by_uuid(pod) for source, pods in self._pods.items() if by in ("", source) for pod in pods]
+
+    def _by_uuid(self, pod: PodFacts) -> PodFacts:
+        """A pod whose GPUs the kubelet calls by their devices (nvidia0), as GKE's plugin does, with their UUIDs."""
+        if not any(name.startswith("nvidia") for name in pod.gpus):
+            return pod
+        uuids = {f"nvidia{gpu.index}": gpu.uuid for gpu in self.gpus.values()}
+        return replace(pod, gpus=tuple(uuids.get(name, name) for name in pod.gpus))
 
     def found_engines(self) -> dict[str, FoundEngine]:
         """The engines that discovery found, those of before a restart of ours included."""

@@ -13,7 +13,7 @@ from agent.daemon import discoveries
 from agent.model import Batch, Event, FoundEngine, Gap, GpuFacts, PodFacts, Sample
 from agent.node import Node, Setup
 from agent.signals import Target
-from agent.sources.pod_resources import NoAnswer, PodResourcesSource, call, may_ask, pods_in
+from agent.sources.pod_resources import Given, NoAnswer, PodResourcesSource, call, may_ask, pods_in, uuids
 from rules import severity_of
 from tests.hardware.cases import DATA
 from tests.kubelet_socket import ANSWERS, PODS, KubeletSocket
@@ -39,6 +39,20 @@ def test_who_has_which_gpu(tmp_path: Path) -> None:
         assert source.note == "2 pods hold GPUs; the kubelet gives: 7 GPUs"
         again = source.read(T0 + 5.0)  # not asked anew within 15 s: what it said stands, and pods are not told again
         assert (again.pods, again.readings) == (None, (Sample("gpus_allocatable", "kubelet", 7.0, T0 + 5.0),))
+
+
+WHOLE = "GPU-5d4f12ab-0000-4000-8000-00000000abcd"
+
+
+@pytest.mark.parametrize(("given", "want"), [
+    (WHOLE, WHOLE), (f"{WHOLE}::3", WHOLE), (f"{WHOLE}-3", WHOLE), (f"MIG-{WHOLE}/7/0", WHOLE),
+    ("MIG-5d4f12ab-0000-5000-8000-00000000abcd", "MIG-5d4f12ab-0000-5000-8000-00000000abcd"),
+    ("MIG-5d4f12ab-0000-5000-8000-00000000abcd::1", "MIG-5d4f12ab-0000-5000-8000-00000000abcd"),
+    ("nvidia0", "nvidia0"), ("nvidia0/gi7", "nvidia0"), ("nvidia12/vgpu1", "nvidia12"),
+])  # fmt: skip
+def test_what_device_plugins_call_a_gpu(given: str, want: str) -> None:
+    """NVIDIA/dcgm-exporter#92 and others: of a shared GPU, and on GKE, no alert named the pod."""
+    assert uuids([Given("nvidia.com/gpu", (given, given))]) == (want,)
 
 
 def test_a_long_answer_comes_whole(tmp_path: Path) -> None:
@@ -185,6 +199,15 @@ def test_an_engine_that_is_configured_is_in_the_pod_that_alone_has_its_gpus(
         told.node.step(at, 15.0)
     (page,) = [message for message in told.node.firing() if message.labels["rule"] == "engine-down"]
     assert {key: page.annotations[key] for key in ("pod", "namespace") if key in page.annotations} == want
+
+
+def test_a_pod_on_gke_is_named_by_its_device() -> None:
+    """The kubelet told nvidia0, the driver a UUID: the alert on the GPU named no pod."""
+    told = Told()
+    told.go(15.0, 8, pods=(PodFacts("llm", "vllm-0", gpus=("nvidia0",)), PodFacts("llm", "b", gpus=("nvidia9",))))
+
+    assert [pod.name for pod in told.node.pods_of("GPU-a")] == ["vllm-0"]
+    assert told.node.pods_of("GPU-b") == []
 
 
 def test_gpus_of_an_engine_in_a_pod() -> None:

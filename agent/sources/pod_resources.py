@@ -26,6 +26,8 @@ _SERVICE = "/v1.PodResourcesLister/"
 _HEADERS = ((":method", "POST"), (":scheme", "http"), (":authority", "localhost"))
 _GRPC = (("content-type", "application/grpc"), ("te", "trailers"))
 _GPU = "nvidia.com/gpu"
+# Of a share of a GPU the GPU: `GPU-…-3` (HAMi), `MIG-GPU-…/7/0` (before driver 470), `nvidia0/gi7` (GKE).
+_SHARE = re.compile(r"(?:MIG-)?(GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})[-/].*|(nvidia[0-9]+)/.*")
 _ON_GPU = re.compile(r"nvidia\.com/(?:gpu|mig-.*)(?:\.shared)?")
 
 
@@ -98,9 +100,16 @@ def allocatable_in(answer: bytes) -> list[Given]:
 
 
 def uuids(devices: list[Given]) -> tuple[str, ...]:
-    """UUIDs of GPUs and MIG instances. One that is shared by time has `::0` and so on behind it."""
-    return tuple(dict.fromkeys(id_.partition("::")[0] for given in devices if _ON_GPU.fullmatch(given.resource)
+    """UUIDs of GPUs and MIG instances; on GKE, whose plugin tells none, the names of their devices (nvidia0)."""
+    return tuple(dict.fromkeys(_whole(id_) for given in devices if _ON_GPU.fullmatch(given.resource)
                                for id_ in given.ids))
+
+
+def _whole(id_: str) -> str:
+    """The GPU or MIG instance of an id. One that is shared by time has `::0` and so on behind it."""
+    own = id_.partition("::")[0]
+    found = _SHARE.fullmatch(own)
+    return own if found is None else found[1] or found[2]
 
 
 # ---- gRPC, as much of it as this takes ----

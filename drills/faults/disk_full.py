@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ def mount_of(path: Path, mountinfo: str) -> Mount | None:
     found: Mount | None = None
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
-        point = left.split()[4].encode().decode("unicode_escape")  # blanks are written \040
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), left.split()[4])  # a blank is \040
         kind, source = right.split()[:2]
         inside = path == Path(point) or Path(point) in path.parents
         if inside and (found is None or len(point) >= len(found.point)):

@@ -67,6 +67,8 @@ def test_mounts() -> None:
     assert mount_of(Path("/data/models/m"), MOUNTINFO) == Mount("/data/models", "btrfs", "/dev/sdb")
     assert mount_of(Path("/data"), MOUNTINFO) == Mount("/data", "xfs", "/dev/sdc")
     assert mount_of(Path("/database"), MOUNTINFO) == Mount("/", "ext4", "/dev/vda")
+    line = "90 1 0:9 / /mnt/größe\\040x rw - tmpfs tmpfs rw"
+    assert mount_of(Path("/mnt/größe x/y"), f"{MOUNTINFO.rstrip()}\n{line}") == Mount("/mnt/größe x", "tmpfs", "tmpfs")
 
 
 @pytest.mark.heavy
