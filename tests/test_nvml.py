@@ -368,6 +368,16 @@ def test_one_gpu_that_errs_on_every_call(start: Start) -> None:
         reader("advance", 5.0)
 
 
+def test_a_gpu_whose_uuid_is_garbage(start: Start) -> None:
+    """pynvml could not decode what a broken GPU calls itself: the GPUs after it were never read, and nobody was told."""
+    reader = start(node({}, {"uuid": "GPU-\udcff"}, {}))
+
+    for _ in range(2):
+        seen = reader.read()
+        assert [seen.codes(i) for i in range(3)] == [{"value"}, {"error"}, {"value"}]
+        reader("advance", 5.1)
+
+
 def test_a_gpu_that_is_lost_and_comes_back(start: Start) -> None:
     """One GPU falls off the bus: its values are LOST, the others go on, and a new start of NVML finds it again."""
     reader = start(node({}, {}))

@@ -173,6 +173,11 @@ class _Driver:
                 except _LateError:
                     self._suspects.add(index)
                     raise
+                except pynvml.NVMLError:
+                    raise
+                except Exception as error:  # what pynvml makes of an answer (a UUID of garbage) costs this GPU alone
+                    self._failed[index] = (Why.ERROR, f"{job.at_call[0]}: {type(error).__name__}")
+                    healthy = False
             job.index = None
             if not job.left_out:
                 self._events.register(job.call, self._gpus.values())
