@@ -369,7 +369,7 @@ def test_one_gpu_that_errs_on_every_call(start: Start) -> None:
 
 
 def test_a_gpu_whose_uuid_is_garbage(start: Start) -> None:
-    """pynvml could not decode what a broken GPU calls itself: the GPUs after it were never read, and nobody was told."""
+    """pynvml could not decode what a broken GPU calls itself: those after it were never read, and nobody was told."""
     reader = start(node({}, {"uuid": "GPU-\udcff"}, {}))
 
     for _ in range(2):
