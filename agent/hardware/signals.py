@@ -25,7 +25,7 @@ XID_SIGNALS: Mapping[str, tuple[str, str | None]] = {  # signal -> severity and 
     "xid_app": ("page", APP), "xid_ticket": ("ticket", None), "xid_note": ("info", None),
 }  # fmt: skip
 HW_THERMAL, HW_POWER_BRAKE = 0x40, 0x80  # nvml.h: nvmlClocksEventReasonHwThermalSlowdown, ...HwPowerBrakeSlowdown
-NO_PERMISSION, NOT_LOADED, VERSION_MISMATCH, UNKNOWN_ERROR = 4, 9, 18, 999  # nvml.h: nvmlReturn_t
+NO_PERMISSION, NOT_LOADED, NO_LIBRARY, VERSION_MISMATCH, UNKNOWN_ERROR = 4, 9, 12, 18, 999  # nvml.h: nvmlReturn_t
 DRIVER_LATE_S = 120.0  # at boot the driver may be loaded after our start
 NVML_AS_A_WHOLE = ("driver-mismatch", "device-access")  # rules: one alert, and not one more for each GPU
 FABRIC_COMPLETED = 3  # nvml.h: NVML_GPU_FABRIC_STATE_COMPLETED
@@ -161,7 +161,7 @@ def gpu_count(ask: Ask) -> Signal:
     shown = sum(codes[uuid] is not Why.LOST for uuid in told_of)
     unloaded = driver_not_loaded(ask)
     gone = unloaded or (not told_of and none_in_pci(ask))
-    if codes and not told_of and not gone:
+    if not told_of and not gone and (codes or isinstance(ask.windows.latest(NVML, "nvml_error", ask.now), Sample)):
         return ask.gap(Why.MISSING, "NVML tells of no GPU since Tocsin was started, or for a while now")
     shown = 0 if gone else shown
     words = ["the kernel module nvidia is not loaded" if unloaded else f"NVML shows {shown}"]
@@ -215,8 +215,8 @@ def never_told(scene: Scene, uuid: str) -> bool:
 
 def driver_mismatch(ask: Ask) -> Signal:
     """Whether the driver's library and its kernel module are of different versions: a reload or reboot is due."""
-    found = start_fails(ask, (VERSION_MISMATCH,), "the driver's library and the loaded kernel module are of different "
-                        "versions: nothing new can use a GPU until the module is reloaded or the node rebooted")
+    found = start_fails(ask, "the driver's library and the loaded kernel module are of different versions: nothing new "
+                        "can use a GPU until the module is reloaded or the node rebooted", mismatch=True)
     got = ask.windows.latest(DEVICES, "driver_differs", ask.now)
     if found.value or not isinstance(got, Sample) or not got.value:
         return found
@@ -226,14 +226,21 @@ def driver_mismatch(ask: Ask) -> Signal:
 
 
 def device_access(ask: Ask) -> Signal:
-    """Whether NVML fails although the kernel shows GPUs: we have lost the right to them, and not the GPUs."""
-    codes = (NO_PERMISSION, NOT_LOADED, UNKNOWN_ERROR)
-    return start_fails(ask, codes, "the kernel shows the GPUs and NVML may not use them: a container that lost its "
-                       "devices (systemctl daemon-reload), or the rights of /dev/nvidia*")
+    """Whether NVML fails although the kernel shows GPUs: we have lost the way to them, and not the GPUs."""
+    got = ask.windows.latest(NVML, "nvml_error", ask.now)
+    code = int(got.value) if isinstance(got, Sample) else 0
+    why = ("NVML may not use them: a container that lost its devices (systemctl daemon-reload), or the rights of "
+           "/dev/nvidia*")
+    if code == NO_LIBRARY:
+        why = ("libnvidia-ml.so.1 is not found: the driver's user-space part is not installed, or this container "
+               "lacks the utility capability")
+    elif code not in (NO_PERMISSION, NOT_LOADED, UNKNOWN_ERROR):
+        why = f"NVML does not start (its error {code}): look at nvidia-smi and dmesg | grep NVRM"
+    return start_fails(ask, f"the kernel shows the GPUs and {why}", mismatch=False)
 
 
-def start_fails(ask: Ask, codes: tuple[int, ...], text: str) -> Signal:
-    """NVML's own reason for not starting, where it is one of these."""
+def start_fails(ask: Ask, text: str, *, mismatch: bool) -> Signal:
+    """NVML's own reason for not starting: that its versions do not match, or any other while the kernel shows GPUs."""
     got = ask.windows.latest(NVML, "nvml_error", ask.now)
     if not isinstance(got, Sample):
         if got.code is not Why.MISSING:
@@ -243,7 +250,8 @@ def start_fails(ask: Ask, codes: tuple[int, ...], text: str) -> Signal:
     # where the module is really not loaded PCI shows the GPUs all the same: then gpu-count tells
     there = [s.value for name in (("gpus_proc",) if int(got.value) == NOT_LOADED else ("gpus_pci", "gpus_proc"))
              if isinstance(s := ask.windows.latest(DEVICES, name, ask.now), Sample)]
-    failed = int(got.value) in codes and (VERSION_MISMATCH in codes or max(there, default=0.0) > 0)
+    differs = int(got.value) == VERSION_MISMATCH
+    failed = differs if mismatch else not differs and max(there, default=0.0) > 0
     return text_value(ask, float(failed), text, got.at)
 
 

@@ -404,6 +404,21 @@ def test_a_module_that_is_loaded_and_not_for_us(tell: Tell, tmp_path: Path) -> N
     assert inside.run(600) == [("firing", "device-access")]
 
 
+@pytest.mark.parametrize(("code", "rule", "text"), [
+    (4, "device-access", "NVML may not use them"), (12, "device-access", "libnvidia-ml.so.1 is not found"),
+    (17, "device-access", "NVML does not start (its error 17)"), (18, "driver-mismatch", "different versions"),
+    (999, "device-access", "NVML may not use them")])
+def test_a_first_start_without_nvml_is_no_missing_gpu(tell: Tell, code: int, rule: str, text: str) -> None:
+    """Installed in a container without the driver's library: "8 of 8 GPUs missing", a page, and all were at work."""
+    story = tell({**gpus(8), "errors": {"nvmlInitWithFlags": code}})
+    pci_shows(story, 8)
+    devices(story, gpus_pci=8, gpus_proc=8, gpus_dev=8)
+
+    assert story.run(600) == [("firing", rule)]
+    (finding,) = story.node.gpus_report()["node_findings"]
+    assert text in finding["text"]
+
+
 def test_what_a_driver_tells_no_more_is_not_well_again(tell: Tell, tmp_path: Path) -> None:
     """Remapping had failed, a page. Tocsin was started anew on a driver that does not tell it: that closed the page."""
     failed = {**H100["remapped"], "failure": 1}
