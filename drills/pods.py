@@ -10,6 +10,7 @@ from drills.cluster import Object, has_condition, labels_of, labels_or, time_of,
 
 PORT = "tocsin.dev/port"  # annotation: where the engine of a pod listens
 USUAL_PORT = 8000
+MOST_NAMED = 3  # replacements that were made and did not become Ready: a node without a GPU may fail thousands
 MIRROR = "kubernetes.io/config.mirror"
 OURS = ("app.kubernetes.io/name", "tocsin")
 # Without these the cluster cannot bring anything back, whatever label somebody put on them.
@@ -116,8 +117,9 @@ def newcomers(pods: Sequence[Object], before: Sequence[str], workload: str) -> l
     A selector may choose several workloads' pods: another one's new pod replaces nothing.
     """
 
-    def rank(pod: Object) -> tuple[bool, str, str]:
-        return not is_ready(pod), str(pod["metadata"].get("creationTimestamp") or ""), uid_of(pod)
+    def rank(pod: Object) -> tuple[bool, bool, str, str]:
+        ended = (pod.get("status") or {}).get("phase") == "Failed"  # the kubelet did not take it: another one is made
+        return not is_ready(pod), ended, str(pod["metadata"].get("creationTimestamp") or ""), uid_of(pod)
 
     fresh = (pod for pod in pods if uid_of(pod) not in before and not is_terminating(pod))
     return sorted((pod for pod in fresh if workload_of(pod) == workload), key=rank)
@@ -129,7 +131,9 @@ def why_not_back(pods: Sequence[Object], victim: str, before: Sequence[str], wor
     fresh, said = newcomers(pods, before, workload), list[str]()
     if any(is_ready(pod) for pod in fresh):
         return ""
-    said += [f"replacement {name_of(pod)} ({uid_of(pod)}) not ready: {_waits_for(pod, events)}" for pod in fresh]
+    said += [f"replacement {name_of(pod)} ({uid_of(pod)}) not ready: {_waits_for(pod, events)}"
+             for pod in fresh[:MOST_NAMED]]
+    said += [f"and {len(fresh) - MOST_NAMED} more"] if len(fresh) > MOST_NAMED else []
     said += [] if fresh else ["no replacement was made"]
     said += [f"{name_of(pod)} ({victim}) still terminating" for pod in pods if uid_of(pod) == victim]
     return "; ".join(said)
@@ -155,4 +159,5 @@ def _waits_for(pod: Object, events: Sequence[Object]) -> str:
         waiting = (one.get("state") or {}).get("waiting") or {}
         if waiting:
             told.append(": ".join(filter(None, (waiting.get("reason"), waiting.get("message")))))
+    told += [": ".join(filter(None, (status.get("reason"), status.get("message"))))] if status.get("reason") else []
     return told[0] if told else f"phase {status.get('phase', 'unknown')}"

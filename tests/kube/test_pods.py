@@ -73,6 +73,21 @@ def test_what_a_replacement_waits_for_now() -> None:
     assert "CrashLoopBackOff: back-off 5m0s" in pods.why_not_back([new], "u-1", [], VLLM, events[:1])
 
 
+def test_replacements_that_the_kubelet_does_not_take() -> None:
+    """k8s-device-plugin#231: a lost GPU failed one new pod after the other, 12,000 of them, each with its reason."""
+    failed = [pod(f"vllm-{n}", uid=f"u-{n}", phase="Failed") for n in range(3, 9)]
+    for one in failed:
+        one["status"] |= {"reason": "UnexpectedAdmissionError", "message": "Allocate failed: no healthy devices present"}
+
+    said = pods.why_not_back(failed, "u-1", ["u-1"], VLLM)
+
+    assert said.startswith("replacement vllm-3 (u-3) not ready: UnexpectedAdmissionError: Allocate failed: no healthy")
+    assert said.endswith("replacement vllm-5 (u-5) not ready: UnexpectedAdmissionError: Allocate failed: no healthy"
+                         " devices present; and 3 more")
+    waits = pod("vllm-9", uid="u-9", phase="Pending")
+    assert pods.newcomers([*failed, waits], ["u-1"], VLLM)[0] is waits
+
+
 def test_pods_that_have_ended_are_no_replicas() -> None:
     """Ten that the kubelet had evicted long ago stood beside two: at least six of twelve had to be healthy."""
     evicted = [pod(f"old-{n}", phase="Failed") for n in range(10)]
