@@ -44,7 +44,7 @@ RUN = "tocsin.dev/run"
 TARGETS = "tocsin.dev/targets"
 HELD = "tocsin.dev/held"  # drill -> its last Mark, as JSON
 REPORTER = "tocsin.dev/orphan-reported-by"
-DAY_S = 86_400.0
+DAY_S, YEAR_S = 86_400.0, 366 * 86_400.0
 ANSWER_S = 5.0  # of the API: a renewal that takes longer is tried again
 MAX_TARGETS = 1024  # characters
 ORPHANED_AFTER = 3.0  # its lengths: by then a node that lives has healed what a run left there, and given it back
@@ -387,7 +387,7 @@ class Fleet:
             return None
         said = said_of(lease)
         mark = said.marks.get(drill)
-        if mark is None or mark.due_at is None or mark.due_at < due_at:
+        if mark is None or not is_held(mark, due_at):
             return None
         told = f"node {mark.node} held it: run {mark.run}"
         if mark.verdict:
@@ -441,10 +441,15 @@ def _is_gone(cluster: Cluster, node: str) -> bool:
         return False
 
 
+def is_held(mark: Mark, due_at: float) -> bool:
+    """Whether a drill was held for this time, or a later one; one of years later is of a node whose clock was wrong."""
+    return mark.due_at is not None and 0.0 <= mark.due_at - due_at <= YEAR_S
+
+
 def refuse_held(lease: Mapping[str, Any], drill: str, due_at: float) -> None:
     """Raise HeldElsewhere where a drill was held for this time, or a later one."""
     mark = said_of(lease).marks.get(drill)
-    if mark is not None and mark.due_at is not None and mark.due_at >= due_at:
+    if mark is not None and is_held(mark, due_at):
         raise HeldElsewhere(f"node {mark.node} held it: run {mark.run}")
 
 

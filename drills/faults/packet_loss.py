@@ -25,6 +25,7 @@ PRIORITY = -300  # before whatever else filters, so that nobody has accepted the
 DEADLINE_GRACE_S = 30.0
 UNSEEN_PACKETS = 10  # may slip in between two counters that are read one after the other
 UNSEEN_SHARE = 0.01
+NO_PACKET = "no packet came: the load does not go to this port and address"
 _LISTEN = "0A"  # TCP_LISTEN in /proc/net/tcp
 Address = IPv4Address | IPv6Address
 
@@ -264,6 +265,8 @@ class PacketLoss:
             where = entry["where"]
             seen = [sample["tables"][where] for sample in samples if where in sample.get("tables", {})]
             ok, why = _proven(share, seen)
+            if why == NO_PACKET and where == "engine" and not entry["match"]["loopback"]:
+                why += "; what comes over the loopback interface is spared (params.loopback: true)"
             verdicts.append((ok, f"{where}, {_packets(Match(**entry['match']))}: {why}"))
         return all(ok for ok, _ in verdicts), "; ".join(why for _, why in verdicts)
 
@@ -317,7 +320,7 @@ def _proven(share: float, seen: Sequence[Mapping[str, Any]]) -> tuple[bool, str]
     if not seen[-1]["armed"]:
         return False, "the kernel's deadline has ended it"
     if met == 0:
-        return False, "no packet came: the load does not go to this port and address"
+        return False, NO_PACKET
     off = rehearsal.tolerance(share, met)
     said = f"dropped {dropped:,} of {met:,} packets, {dropped / met:.1%} (asked {share:.1%} ± {off:.1%})"
     if met < 9.0 * (1.0 - share) / share:  # 3 sigma would reach down to nothing at all

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -354,6 +355,20 @@ def test_drills_of_a_fleet_keep_their_distance(api: Api, boot: Boot) -> None:
     held.release("kill", Verdict.PASS)
     with pytest.raises(Refused, match=r"another drill ran in the fleet 0\.0 h ago; drill_guards\.min_gap is 20 h"):
         fleet(two, boot).take("run-2", "hang", DUE, min_gap_s=72_000.0)
+
+
+def test_a_node_that_was_in_another_century_holds_no_drill_up(api: Api, boot: Boot) -> None:
+    """Its battery was empty: what it had held in 2099 was held for all times before, and the fleet drilled no more."""
+    one, two = api.node(), api.node()
+    later = datetime(2099, 1, 1, tzinfo=UTC).timestamp()
+    held = fleet(one, boot, clock=lambda: later).take("run-1", "kill", later)
+    held.bind("kill", later, ["pod a"])
+    held.release("kill", Verdict.PASS)
+
+    assert fleet(two, boot).held("kill", DUE) is None
+    fleet(two, boot).take("run-2", "kill", DUE, min_gap_s=72_000.0).release("kill", None)
+    assert [lease.is_held(Mark(DUE + days * 86_400.0, one, "r", DUE), DUE) for days in (-1, 0, 90, 400)] == [
+        False, True, True, False]
 
 
 def test_a_node_that_may_not(api: Api, boot: Boot) -> None:

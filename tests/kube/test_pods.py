@@ -77,7 +77,8 @@ def test_replacements_that_the_kubelet_does_not_take() -> None:
     """k8s-device-plugin#231: a lost GPU failed one new pod after the other, 12,000 of them, each with its reason."""
     failed = [pod(f"vllm-{n}", uid=f"u-{n}", phase="Failed") for n in range(3, 9)]
     for one in failed:
-        one["status"] |= {"reason": "UnexpectedAdmissionError", "message": "Allocate failed: no healthy devices present"}
+        one["status"] |= {"reason": "UnexpectedAdmissionError",
+                          "message": "Allocate failed: no healthy devices present"}
 
     said = pods.why_not_back(failed, "u-1", ["u-1"], VLLM)
 
