@@ -265,6 +265,19 @@ def test_a_label_that_is_no_number_is_a_gap(told: str) -> None:
     assert getattr(readings["kv_blocks"], "code", None) == "not_a_number"
 
 
+def test_a_name_that_is_only_declared_hides_no_older_one() -> None:
+    """A client that declares every family and fills the old one: the cache, 83 % full, was neither read nor missed."""
+    page = ("# TYPE vllm:kv_cache_usage_perc gauge\n# TYPE vllm:gpu_cache_usage_perc gauge\n"
+            'vllm:gpu_cache_usage_perc{engine="0",model_name="m"} 0.83\n'
+            "# TYPE vllm:inter_token_latency_seconds histogram\n# TYPE vllm:time_per_output_token_seconds histogram\n"
+            'vllm:time_per_output_token_seconds_bucket{engine="0",model_name="m",le="+Inf"} 5\n')
+    reader = PageReader("t")
+    told = {(r.name, r.key): r.value for r in reader.read(page.encode(), "text/plain", 1.0) if isinstance(r, Sample)}
+    assert (told["kv_usage", ""], told["itl", "+Inf"]) == (0.83, 5.0)
+    assert reader.facts is not None
+    assert next(f.how for f in reader.facts.found if f.name == "kv_usage") == "vllm:gpu_cache_usage_perc"
+
+
 def test_a_version_is_told_by_its_own_name() -> None:
     """The names under Ray are vLLM's, and so are the versions that they show: doctor spoke of Ray Serve LLM 0.11.2."""
     page = found("ray-2.50", "page")

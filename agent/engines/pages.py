@@ -455,7 +455,7 @@ class PageReader:
     def _understood(
         self, page: Page, names: Names, restarted: bool, layout: list[tuple[str, Mapping[str, str]]]
     ) -> _Plan:
-        names = _with_series(names, page.series)
+        names = _with_series(names, page)
         members = _lowest_ranks(_members(page.series, names), names.map)
         subjects = self._see({m.engine for m in members if names.map.quantities[m.name].of == "engine"}, restarted)
         slots = _slots(members, names, subjects, self.target)
@@ -707,20 +707,26 @@ def _bare(names: Names, slots: Iterable[SlotKey]) -> Iterator[_Hole]:
             yield _Hole((name, subject, "+Inf"), Why.MISSING, _BARE.format(had.family))
 
 
-def _with_series(names: Names, series: Sequence[Series]) -> Names:
-    """Where a name is chosen by its labels and none is so labelled, the next name of the quantity."""
+def _with_series(names: Names, page: Page) -> Names:
+    """Where a name is chosen that the page only declares, or by its labels and none is so labelled: the quantity's next
+    name that has a series.
+    """
     chosen = dict(names.quantities)
-    written = {normalise(one.name) for one in series}
+    found: dict[str, list[Series]] = defaultdict(list)
+    for one in (*page.series, *page.natives):
+        found[normalise(one.name)].append(one)
+    written = {normalise(family): family for family in page.families}
     for name, had in names.quantities.items():
-        if not isinstance(had, Chosen) or had.alias.select is None:
+        if not isinstance(had, Chosen):
             continue
-        aliases = names.map.quantities[name].names
-        for alias in aliases[aliases.index(had.alias):]:
-            take = _take(name, "", names.map.quantities[name], alias)
-            if normalise(alias.name) in written and any(
-                    normalise(one.name) == normalise(alias.name) and take.key_of(one.labels) is not None
-                    for one in series):
-                chosen[name] = had._replace(alias=alias)
+        quantity = names.map.quantities[name]
+        for alias in quantity.names[quantity.names.index(had.alias):]:
+            take = _take(name, "", quantity, alias)
+            other = Chosen(alias, written.get(normalise(alias.name), alias.name))
+            ones = chain.from_iterable(
+                found[part] for part in (normalise(alias.name), *(part for part, _ in _parts(name, other))))
+            if any(alias.select is None or take.key_of(one.labels) is not None for one in ones):
+                chosen[name] = had if alias is had.alias else other
                 break
     return names._replace(quantities=chosen)
 
