@@ -34,7 +34,7 @@ from agent.engines import (
     spellings,
     with_patterns,
 )
-from agent.exposition import BadLine, Page, Reader, Series
+from agent.exposition import BadLine, NativeHistogram, Page, Reader, Series
 from agent.model import OLD_S, SAMPLES, EngineFacts, Found, Gap, Sample, Why
 
 _AT_OF = itemgetter(3)  # Series.at
@@ -712,8 +712,9 @@ def _with_series(names: Names, page: Page) -> Names:
     name that has a series.
     """
     chosen = dict(names.quantities)
-    found: dict[str, list[Series]] = defaultdict(list)
-    for one in (*page.series, *page.natives):
+    found: dict[str, list[Series | NativeHistogram]] = defaultdict(list)
+    every: list[Series | NativeHistogram] = [*page.series, *page.natives]
+    for one in every:
         found[normalise(one.name)].append(one)
     written = {normalise(family): family for family in page.families}
     for name, had in names.quantities.items():
