@@ -67,7 +67,8 @@ _SYSLOG = re.compile(  # of a syslog file, and of `journalctl --output=short` in
     r"(?:<(?P<pri>\d{1,3})>)?"
     r"(?:(?P<bsd>[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d(?:\.\d{1,6})?)|(?P<iso>" + _ISO + r")"
     r"|[A-Z][a-z]{2} (?P<day>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{1,6})?) (?P<zone>[A-Za-z0-9+-]{1,6}))"
-    r" (?P<host>[^\s]{1,255}) (?P<tag>[^\s:\[]{1,64})(?:\[\d{1,10}\])?: "
+    r" (?P<host>[^\s]{1,255}) (?:(?P<from>[a-z]{3,8}[0-7]?)\.[a-z]{3,7} )?"  # BusyBox: kern.err
+    r"(?P<tag>[^\s:\[]{1,64})(?:\[\d{1,10}\])?: "
 )
 _SHORT = re.compile(  # journalctl's short-monotonic and short-unix
     r"(?:\[(?P<stamp> *\d{1,12}\.\d{1,6})\]|(?P<unix>\d{9,11}\.\d{1,6})) [^\s:]{1,255} kernel: "
@@ -160,7 +161,8 @@ def _of_syslog(found: re.Match[str], told: str, now: float) -> Record:
     assert inner is not None  # noqa: S101
     usec, _ = _stamp(inner["stamp"], now)
     message = told if usec is None else told[inner.end() :]
-    return Record(message, _facility(found["pri"], None if found["tag"] == "kernel" else USER), at=at)
+    of_kernel = found["tag"] == "kernel" and dates.get("from") in (None, "kern")
+    return Record(message, _facility(found["pri"], None if of_kernel else USER), at=at)
 
 
 def _of_short(found: re.Match[str], told: str, now: float) -> Record:

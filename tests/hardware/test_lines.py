@@ -60,6 +60,7 @@ PREFIXES = ("", "[12345.678901] ", "kernel: ", "kernel: [12345.678901] ", "[...]
             "2026-11-29T20:08:25,000000+00:00 ", "[Nov29 20:08] ", "[  +0.000012] ", "[12345.678901 <    0.000012>] ",
             "192.168.11.119: kern: warning: [2026-04-22T21:27:51.288830314Z]: ",
             # journalctl -o short-precise, short-iso, short-full, short-monotonic, short-unix; RFC 5424
+            "Nov 29 23:44:01 gpu-17 kern.err kernel: [12345.678901] ",  # BusyBox
             "Nov 29 23:44:01.123456 gpu-17 kernel: ", "2026-11-29T23:44:01+0000 gpu-17 kernel: ",
             "Sun 2026-11-29 23:44:01 UTC gpu-17 kernel: ", "[12345.678901] gpu-17 kernel: ",
             "1796046320.123456 gpu-17 kernel: ", "<3>1 2026-11-29T23:44:01.123456Z gpu-17 kernel - - - ",
@@ -265,6 +266,7 @@ def test_c110_only_the_kernel_s_own_words_count() -> None:
     "<11>Nov 29 23:44:01 gpu-17 kernel: NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
     "<11>NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
     "12,1,2,-;NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
+    "Nov 29 23:44:01 gpu-17 user.err kernel: NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
     "user  :err   : [12345.678901] NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
     "gpu-17: daemon: err: [2026-04-22T21:27:51Z]: NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
     "<11>1 2026-11-29T23:44:01Z gpu-17 kernel - - - NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
