@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from agent.config import load_config
@@ -129,6 +131,20 @@ def test_c066_long_texts_are_cut_by_characters() -> None:
     assert len(fired["dedup_key"]) <= 255
     assert fired["dedup_key"] == ended["dedup_key"]
     assert fired["dedup_key"] != pagerduty.dedup_key("k" * 301)
+
+
+def test_an_event_is_never_too_large() -> None:
+    """PagerDuty takes 512 KB and no more (alertmanager#2178): a hundred long details, and the page was refused."""
+    few = alert().message
+    long = {f"detail_{n}": "\x01" * 9000 for n in range(100)}  # six bytes each in JSON
+    found = pagerduty.event(replace(few, annotations={**few.annotations, "short": "91 °C", **long}))
+
+    assert len(msgspec.json.encode(found)) <= 500_000
+    details = found["payload"]["custom_details"]
+    assert details["short"] == "91 °C"
+    left_out = int(details.pop("left_out").split()[0])
+    assert left_out + len(details) == 101 + len(pagerduty.event(few)["payload"]["custom_details"])
+
 
 
 @pytest.mark.parametrize(

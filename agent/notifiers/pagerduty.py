@@ -20,7 +20,8 @@ EVENTS_URL = "https://events.pagerduty.com/v2/enqueue"
 SUMMARY_CHARS = 1024
 KEY_CHARS = 255
 FIELD_CHARS = 1024  # of source, component, class
-DETAIL_CHARS = 8192  # ours, of one text: the whole event must stay under 512 KB
+DETAIL_CHARS = 8192  # ours, of one text
+EVENT_BYTES = 500_000  # of the whole; the API takes 512 KB, routing key and all
 SAID_ABOVE = frozenset({"summary", "evidence", "runbook_url"})  # the title, the body and a link have these
 SEVERITIES: Mapping[Severity, str] = {"page": "critical", "ticket": "warning", "info": "info"}
 
@@ -76,9 +77,22 @@ def event(message: AlertMessage) -> dict[str, Any]:
     }
     links = [{"href": href, "text": text} for text, href in (
         ("Runbook", web_address(texts.get("runbook_url", ""))), ("Alert", web_address(message.generator_url))) if href]
-    return {**found, "payload": {k: v for k, v in payload.items() if v}, "client": "Tocsin",
-            **({"client_url": web_address(message.generator_url)} if web_address(message.generator_url) else {}),
-            **({"links": links} if links else {})}
+    whole = {**found, "payload": {k: v for k, v in payload.items() if v}, "client": "Tocsin",
+             **({"client_url": web_address(message.generator_url)} if web_address(message.generator_url) else {}),
+             **({"links": links} if links else {})}
+    return _fitting(whole)
+
+
+def _fitting(whole: dict[str, Any]) -> dict[str, Any]:
+    """An event that is not refused for its size: its longest details are left out, and how many that were is told."""
+    details: dict[str, str] = whole["payload"].get("custom_details", {})
+    by_length = sorted(details, key=lambda name: len(details[name]))
+    left = len(by_length)
+    while left and len(msgspec.json.encode(whole)) > EVENT_BYTES:
+        left //= 2
+        kept = {name: details[name] for name in by_length[:left]}
+        whole["payload"]["custom_details"] = kept | {"left_out": f"{len(details) - left} more, for their size"}
+    return whole
 
 
 def dedup_key(key: str) -> str:
