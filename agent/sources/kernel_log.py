@@ -33,6 +33,7 @@ NOT_FOR_US = (errno.EACCES, errno.EPERM, errno.ENOENT)
 SUBJECT = "kernel_log"
 OPEN = "kernel_log_open"  # sample: 1 while the log is read
 REOPEN_S = 5.0
+BOOT_S = 5.0  # as exactly as the time of the boot is known
 WAIT_S = 1.0  # at most, for more to come: so long until the thread sees that it shall end
 MOST_KINDS = 1024  # of events that are different and were not handed over yet; what comes beyond is counted as lost
 WOKEN_S = 5.0  # the same event wakes the loop no more often
@@ -247,6 +248,9 @@ class KernelLog:
         told_at = record.time(boot_at)
         if when is When.FIRST and told_at is None and not self._undated and line.kind != "map":
             return  # a text without times: who knows how old it is
+        if when is When.FIRST and told_at is not None and told_at < boot_at - BOOT_S:
+            # a file that outlives reboots: what came before the last one was mended by it
+            self._booted = (Event("boot", "", None, boot_at, boot_at),)
         at = now if told_at is None or when is When.LIVE else min(told_at, now)
         kind: EventKind = line.kind
         detail = told_by(line)

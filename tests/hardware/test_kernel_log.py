@@ -6,12 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from agent.hardware.history import History, findings
 from agent.model import Batch, Event, Gap, Why
 from agent.sources.kernel_log import KernelLog
 from agent.sources.log_files import Kmsg
@@ -159,6 +161,20 @@ def test_a_log_of_months_is_read_from_near_its_end(
     add(log, *[f"3,1,{now_us},-;{XID}"] * 50, f"3,2,{now_us},-;{OTHER}")
 
     assert [(e.number, e.count) for e in events(start(log))] == [(13, 1)]
+
+
+def test_what_came_before_the_last_boot_is_over(tmp_path: Path, start: Start) -> None:
+    """Installed an hour after the reboot that brought the GPU back: its Xid of before stood in kern.log, and paged."""
+    booted_at = time.time() - time.monotonic()
+    before, after = (datetime.fromtimestamp(booted_at + s, UTC).isoformat() for s in (-3600, 20))
+    log = tmp_path / "kern.log"
+    add(log, f"{before} gpu-17 kernel: {XID}", f"{after} gpu-17 kernel: {OTHER}")
+
+    found = events(start(log), lambda got: len(got) >= 3)
+    history = History()
+    history.fold(found, lambda _: None)
+    assert [(e.kind, e.number) for e in found] == [("boot", None), ("xid", 79), ("xid", 13)]
+    assert [f.code for f in findings(history, booted_at + 60, {}, {})] == ["xid.13"]
 
 
 def test_an_old_record_keeps_its_own_time(tmp_path: Path, start: Start) -> None:
