@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from fnmatch import fnmatchcase
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, urlsplit
@@ -64,7 +65,7 @@ def _split_url(text: str) -> SplitResult:
     shown = _origin(text)
     try:
         url = urlsplit(text)
-        host, _ = url.hostname, url.port
+        host, port = url.hostname, url.port
     except ValueError:
         raise Unfit(f"{shown!r} has a bad host or port", "write http://host:port") from None
     if url.scheme not in ("http", "https") or not host or re.search(r"\s", text):
@@ -73,7 +74,21 @@ def _split_url(text: str) -> SplitResult:
         raise Unfit("credentials stand in the URL", "take user and password out of it")
     if not re.fullmatch(r"[\w.-]+|[0-9A-Fa-f:.%]+", host):
         raise Unfit(f"{shown!r} has no possible host", "write the host itself: variables are not expanded here")
+    if port == 0:
+        raise Unfit(f"{shown!r} has port 0, at which nobody answers", "write http://host:port")
+    _whole_address(host)
     return url
+
+
+def _whole_address(host: str) -> None:
+    """Raises Unfit for what looks like an IP address and is none, or is read as another: 010.0.0.1 as 8.0.0.1."""
+    if not re.fullmatch(r"[0-9]+(?:\.[0-9]+)+|[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*", host):
+        return
+    try:
+        ip_address(host)
+    except ValueError:
+        raise Unfit(f"{cut(host)!r} is no IP address", "write four numbers from 0 to 255, without leading zeros, or a"
+                    " whole IPv6 address in brackets") from None
 
 
 def _origin(text: str) -> str:
@@ -141,7 +156,9 @@ def host_port(text: str) -> tuple[str, int]:
         raise Unfit(f"{text!r} names no host", f"write 127.0.0.1:{text if int(text) <= 65535 else 9959}")
     if match is None:
         raise Unfit(f"{cut(text)!r} is not host:port", "write 127.0.0.1:9959, 0.0.0.0:9959 or [::1]:9959")
-    return match["six"] or match["host"], int(match["port"])
+    host: str = match["six"] or match["host"]
+    _whole_address(host)
+    return host, int(match["port"])
 
 
 def _listen(text: str) -> str:
@@ -828,6 +845,13 @@ def _later_faults(read: Decoded[Config], config: Config, places: Places) -> list
     ]
 
 
+def _place(url: str) -> str:
+    """The same for all spellings of one address. Never a name: it has white space."""
+    parts = urlsplit(url)
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    return f"{parts.scheme} {parts.hostname} {port} {parts.path}"
+
+
 def _name_faults(config: Config, places: Places) -> list[Fault]:
     faults, first = [], dict[str, str]()
     targets: Sequence[EngineConfig | RouterConfig] = (*config.engines, *config.routers)
@@ -837,11 +861,11 @@ def _name_faults(config: Config, places: Places) -> list[Fault]:
             remedy = "give each its own name"
             where = f"{target.at}.name" if target.name else f"{target.at}.url"
             faults.append(places.fault(where, f"the name {cut(name)} is taken by {first[name]}", remedy, cut(name)))
-        elif target.url in first:
-            message = f"the address of {first[target.url]} stands here again"
+        elif (place := _place(target.url)) in first:
+            message = f"the address of {first[place]} stands here again"
             faults.append(places.fault(f"{target.at}.url", message, "keep one of them: each would count twice"))
         first.setdefault(name, target.at)
-        first.setdefault(target.url, target.at)
+        first.setdefault(_place(target.url), target.at)
     seen: set[str] = set()
     sources: Sequence[PromqlSource | JsonSource] = (*config.sources.promql, *config.sources.json)
     for source in sources:

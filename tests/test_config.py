@@ -475,15 +475,27 @@ def test_the_node_is_named_by_file_then_environment_then_host(tmp_path: Path) ->
     assert loaded("", tmp_path).node == socket.gethostname()
 
 
+NO_IP = ("is no IP address; write four numbers from 0 to 255, without leading zeros, or a whole IPv6 address in"
+         " brackets")
+
+
 @pytest.mark.parametrize(("text", "said"), [
     ("listen: 99999\n", "1: listen: '99999' names no host; write 127.0.0.1:9959"),
     ("listen: 8080\n", "1: listen: '8080' names no host; write 127.0.0.1:8080"),
     ("listen: ${HOST}:9959\n",
      "1: listen: '${HOST}:9959' is not host:port; write 127.0.0.1:9959, 0.0.0.0:9959 or [::1]:9959"),
     ('listen: "0.0.0.0:99999"\n', "1: listen: '0.0.0.0:99999' has a port over 65535; write 127.0.0.1:9959"),
+    ("listen: 256.0.0.1:9959\n", f"1: listen: '256.0.0.1' {NO_IP}"),
+    ('engines: [{url: "http://010.0.0.1:8000"}]\n', f"1: engines[0].url: '010.0.0.1' {NO_IP}"),
+    ('engines: [{url: "http://h:0"}]\n',
+     "1: engines[0].url: 'http://h:0' has port 0, at which nobody answers; write http://host:port"),
+    ('engines:\n- {name: a, url: "http://h"}\n- {name: b, url: "http://H:80/metrics"}\n',
+     "3: engines[1].url: the address of engines[0] stands here again; keep one of them: each would count twice"),
 ])
-def test_an_address_to_listen_on_has_a_host_and_a_port_that_exists(tmp_path: Path, text: str, said: str) -> None:
-    """"Quote it" was no advice: 99999 is no port, however it is quoted."""
+def test_an_address_has_a_host_and_a_port_that_exist(tmp_path: Path, text: str, said: str) -> None:
+    """"Quote it" was no advice: 99999 is no port, however it is quoted. 010.0.0.1 is 8.0.0.1 to the system's resolver,
+    and one engine by two spellings of its address counted twice.
+    """
     assert faults_of(text, tmp_path) == [said]
 
 
