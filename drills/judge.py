@@ -671,8 +671,10 @@ def delivered_row(evidence: Evidence, alarm: Alarm) -> Row:
     asked = f"at the receiver within {limit_s:.0f} s of firing"
     detail: dict[str, Any] = {"took_s": None, "limit_s": limit_s, "delivered_at": alarm.delivered_at}
     if alarm.delivered_at is not None and alarm.firing_at is not None:
-        detail["took_s"] = took_s = alarm.delivered_at - alarm.firing_at
-        return Row(name, Verdict.PASS if took_s <= limit_s else Verdict.FAIL, asked, f"after {took_s:.1f} s",
+        told_s = alarm.delivered_at - alarm.firing_at
+        detail["took_s"] = took_s = max(0.0, told_s)
+        behind = f": the receiver's clock is {-told_s:.1f} s behind at least" if told_s < -AT_ONCE_S else ""
+        return Row(name, Verdict.PASS if took_s <= limit_s else Verdict.FAIL, asked, f"after {took_s:.1f} s{behind}",
                    detail=detail)
     if delivery.failures is not None and delivery.failures > 0:
         failed = f"Alertmanager failed {delivery.failures:.0f} notifications"
@@ -693,7 +695,8 @@ def times_of(evidence: Evidence, rows: Sequence[Row]) -> dict[str, float | None]
     start = evidence.fault[0]
     own = [a for a in evidence.alarms if not is_of_before(evidence, a)]
     fired = [a.firing_at for a in own if a.firing_at is not None]
-    delivered = [a.delivered_at for a in own if a.delivered_at is not None]
+    # Stamped by the receiver, whose clock may be behind: nothing is delivered before it fires.
+    delivered = [max(a.delivered_at, a.firing_at or 0.0) for a in own if a.delivered_at is not None]
     recovered = recovered_at(evidence, rows)
     return {"detect_s": min(fired) - start if fired else None,
             "deliver_s": min(delivered) - start if delivered else None,

@@ -484,6 +484,16 @@ def test_an_alarm_of_a_real_incident_is_not_the_drill_s() -> None:
     assert judge(replace(GOOD, alarms=(replace(ALARM, was_on=True),))).verdict is PASS
 
 
+def test_a_receiver_whose_clock_is_behind() -> None:
+    """The page had arrived 9 s before it fired, and was delivered 25 s after the injection, detected after 34 s."""
+    found = judge(replace(GOOD, alarms=(replace(ALARM, delivered_at=T + 25),)))
+
+    row = next(row for row in found.rows if row.name == "alarm.engine-down.delivered")
+    assert (row.verdict, row.detail["took_s"]) == (PASS, 0.0)
+    assert row.got == "after 0.0 s: the receiver's clock is 9.0 s behind at least"
+    assert found.times["deliver_s"] == found.times["detect_s"] == 34.0
+
+
 def test_what_packet_loss_announces_may_fire() -> None:
     """TCP hides 10 % loss from most clients: an alarm that need not ring is no failure, one that is expected is."""
     silent = (Alarm("user-ttft-p99", 30.0), Alarm("user-itl-p99", 30.0, enabled=False))
