@@ -71,6 +71,7 @@ def drills_of(config: Config, rules: Sequence[Rule]) -> list[Drill]:
 def _faults(config: Config, drill: DrillConfig, rules: Sequence[Rule]) -> Iterator[Fault]:
     places = config.rules.places
     yield from _form_faults(config, drill)
+    yield from _target_faults(config, drill)
     yield from _schedule_faults(config, drill)
     on = {rule.id: rule for rule in rules}
     names = {*on, *config.rules.disable}  # one that is off fails the drill: that is what the drill is for
@@ -110,6 +111,23 @@ def _form_faults(config: Config, drill: DrillConfig) -> Iterator[Fault]:
             takes = ", ".join(PARAMS[drill.fault]) or "none"
             message = f"{drill.fault} takes no {name}"
             yield places.fault(f"{drill.at}.params.{name}", message, f"remove it; it takes {takes}")
+    mode, modes = drill.params.mode or "turn", MODES.get(drill.fault, ())
+    if drill.params.mode and modes and mode not in modes:
+        message = f"{drill.fault} has no mode {mode}"
+        yield places.fault(f"{drill.at}.params.mode", message, f"write {' or '.join(modes)}")
+    for name, wanted in (("after_bytes", "hang"), ("status", "status"), ("retry_after", "status")):
+        if getattr(drill.params, name) is not None and mode != wanted and name in PARAMS[drill.fault]:
+            message = f"mode {mode} has no {name}"
+            yield places.fault(f"{drill.at}.params.{name}", message, f"write mode: {wanted}, or remove it")
+
+
+def _target_faults(config: Config, drill: DrillConfig) -> Iterator[Fault]:
+    """A target that means more than its owner does."""
+    places, target = config.rules.places, drill.target
+    same = [target_name(one) for one in config.engines if target.port is not None and port_of(one.url) == target.port]
+    if len(same) > 1:
+        message = f"port {target.port} is that of {len(same)} engines: {', '.join(same)}"
+        yield places.fault(f"{drill.at}.target.port", message, "name one of them: target.engine")
     if target.selector is not None and target.namespace is None:
         yield places.fault(f"{drill.at}.target", "selector without a namespace", "add namespace: NAME beside it")
     if target.namespace is not None and target.selector is None:
@@ -120,14 +138,6 @@ def _form_faults(config: Config, drill: DrillConfig) -> Iterator[Fault]:
     if target.namespace is not None and not re.fullmatch(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?", target.namespace):
         message = f"{cut(target.namespace)!r} is no name of a namespace"
         yield places.fault(f"{drill.at}.target.namespace", message, "`kubectl get namespaces` lists them")
-    mode, modes = drill.params.mode or "turn", MODES.get(drill.fault, ())
-    if drill.params.mode and modes and mode not in modes:
-        message = f"{drill.fault} has no mode {mode}"
-        yield places.fault(f"{drill.at}.params.mode", message, f"write {' or '.join(modes)}")
-    for name, wanted in (("after_bytes", "hang"), ("status", "status"), ("retry_after", "status")):
-        if getattr(drill.params, name) is not None and mode != wanted and name in PARAMS[drill.fault]:
-            message = f"mode {mode} has no {name}"
-            yield places.fault(f"{drill.at}.params.{name}", message, f"write mode: {wanted}, or remove it")
 
 
 def _schedule_faults(config: Config, drill: DrillConfig) -> Iterator[Fault]:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from agent.config import Config, EngineConfig, target_name
 from drills import proc
 from drills.model import port_of
+from drills.targets import is_elsewhere
 
 
 def with_engine(target: Mapping[str, Any], config: Config) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def _is(engine: EngineConfig, target: Mapping[str, Any]) -> bool:
     port = port_of(engine.url)
     if target.get("address") is not None and target.get("port") is not None:
         return (target["address"], target["port"]) == (parts.hostname, port)
-    if target.get("pid") is None:
+    if target.get("pid") is None or is_elsewhere(engine.url):
         return False
     pid = int(target["pid"])
     own = {pid, *(one.pid for one in proc.descendants(pid)), *proc.ancestors(pid)} - {0, 1}

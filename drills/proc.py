@@ -11,7 +11,8 @@ import os
 import re
 import select
 import signal
-from collections.abc import Iterator
+import socket
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -208,8 +209,8 @@ def ancestors(pid: int) -> list[int]:
     return found
 
 
-def _listening_sockets(pid: int, port: int) -> Iterator[int]:
-    """Inodes of the sockets that listen on `port` in the network namespace of `pid`."""
+def _listening_sockets(pid: int, port: int) -> Iterator[tuple[int, str]]:
+    """Inode and address of the sockets that listen on `port` in the network namespace of `pid`; "" for any address."""
     for name in ("tcp", "tcp6"):
         try:
             lines = (PROC / str(pid) / "net" / name).read_text().splitlines()[1:]
@@ -218,7 +219,16 @@ def _listening_sockets(pid: int, port: int) -> Iterator[int]:
         for line in lines:
             _, local, _, state, *rest = line.split()
             if state == _LISTEN and int(local.rpartition(":")[2], 16) == port:
-                yield int(rest[5])
+                yield int(rest[5]), _address(local.partition(":")[0])
+
+
+def _address(raw: str) -> str:
+    """0100007F as 127.0.0.1 (each word of four bytes is in the machine's order), v4 as v4; "" for any."""
+    packed = b"".join(bytes.fromhex(raw[at:at + 8])[::-1] for at in range(0, len(raw), 8))
+    if not any(packed):
+        return ""
+    text = socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
+    return text.removeprefix("::ffff:") if "." in text else text
 
 
 def sockets_of(pid: int) -> set[int]:
@@ -250,14 +260,18 @@ def open_files(pid: int) -> list[os.stat_result]:
     return found
 
 
-def listeners(port: int, netns: int | None = None) -> list[int]:
+def listeners(port: int, netns: int | None = None, at: Collection[str] = ()) -> list[int]:
     """Processes that hold a socket listening on `port`, oldest first; a server and its forks hold the same one.
 
+    Of several that share a port those that listen on one of the addresses `at`, else those that listen on any.
     `netns` is the inode of a network namespace, None is our own. Sockets of other users' processes are seen by root
     or with CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH only.
     """
     inside = os.getpid() if netns in {None, netns_of(os.getpid())} else _any_pid_in(netns or 0)
-    wanted = set(_listening_sockets(inside, port)) if inside else set()
+    sockets = list(_listening_sockets(inside, port)) if inside else []
+    own = [inode for inode, address in sockets if address in at]
+    any_ = [inode for inode, address in sockets if at and not address]
+    wanted = set(own or any_ or [inode for inode, _ in sockets])
     if not wanted:
         return []
     found = [one for pid, one in processes().items() if wanted & sockets_of(pid)]

@@ -112,6 +112,12 @@ def is_here(host: str, node: str | None) -> bool:
     return True
 
 
+def is_elsewhere(url: str) -> bool:
+    """Whether the address in a URL is another machine's; of a name nobody is asked."""
+    host = host_of(url)
+    return _is_address(host) and not is_here(host, None)
+
+
 def _is_address(host: str) -> bool:
     try:
         ip_address(host)
@@ -138,6 +144,28 @@ def _drilled_elsewhere(config: Config) -> list[tuple[str, int]]:
 
 def _url(host: str) -> str:
     return f"//[{host}]" if ":" in host else f"//{host}"
+
+
+def addresses_here(target: Mapping[str, Any]) -> list[str]:
+    """The addresses of a target, one of which is this machine's at least; none where it does not say, or need not.
+
+    One that is named by its process or its network namespace is here, whatever its address. Raises Refused where it is
+    another machine's: here its port is somebody else's.
+    """
+    named = target.get("address")
+    if named is None or target.get("pid") is not None or target.get("netns") is not None:
+        return []
+    host = host_of(_url(str(named)))
+    try:
+        found = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise Refused(f"address {named!r} of the target: {error.strerror}") from None
+    hosts = sorted(host_of(_url(one)) for one in found)
+    if not any(is_here(one, None) for one in hosts):
+        port = target.get("port")
+        raise Refused(f"{named} is not this machine: port {port} here is another service's; drill it where it runs, or"
+                      " name its network namespace (target.netns)")
+    return hosts
 
 
 def refuse(port: int, reserved: Mapping[int, str] | None = None) -> None:
@@ -199,8 +227,9 @@ def main_of(target: Mapping[str, Any]) -> ProcessId:
     port = target.get("port")
     if port is None:
         raise Refused("target names no process: write `engine: NAME`, `port: N` or `pid: N`")
+    here = addresses_here(target)
     refuse(int(port), target.get("reserved"))
-    found = proc.listeners(int(port), netns_inode(target))
+    found = proc.listeners(int(port), netns_inode(target), here)
     if not found:
         where = f" in {target['netns']}" if target.get("netns") else ""
         raise Refused(

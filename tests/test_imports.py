@@ -332,7 +332,7 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "drills.history": Row("drills drills.ledger drills.model drills.proc drills.record drills.report", WORLD),
     "drills.unit": Row("drills.model", "pathlib"),
-    "drills.hit": Row("agent.config drills drills.model drills.proc"),
+    "drills.hit": Row("agent.config drills drills.model drills.proc drills.targets"),
     "drills.runner": Row(
         "agent agent.client agent.config agent.model agent.signals agent.strict agent.threads drills drills.cluster"
         " drills.config drills.faults.table drills.guards drills.hit drills.holder drills.in_pod drills.judge"

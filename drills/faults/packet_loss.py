@@ -140,6 +140,7 @@ def _match(target: Mapping[str, Any], params: Mapping[str, Any], port: int, boun
 
 def _places(target: Mapping[str, Any], params: Mapping[str, Any]) -> tuple[int, list[dict[str, Any]]]:
     """The port, and where what is to be dropped. Raises Refused, OSError."""
+    targets.addresses_here(target)  # refuses another machine's
     here = nft.place_of(target.get("netns") or target.get("pid"))
     listening = _listening(here)
     port = _port(target, listening)

@@ -177,6 +177,16 @@ def test_what_does_not_belong_together(text: str, said: str, tmp_path: Path) -> 
     assert said in faults(text, tmp_path)
 
 
+def test_a_port_that_two_engines_have(tmp_path: Path) -> None:
+    """Engine a ran on another machine, b here, both on port 8000: `port: 8000` announced a's alerts, and killed b."""
+    path = tmp_path / "tocsin.yaml"
+    path.write_text('engines: [{name: a, url: "http://10.0.0.8:8000"}, {name: b, url: "http://127.0.0.1:8000"}]\n'
+                    "drills: [{name: kill, fault: process-kill, target: {port: 8000}}]\n")
+
+    with pytest.raises(ConfigErrors, match=r"port 8000 is that of 2 engines: a, b; name one of them: target\.engine"):
+        drills_of(load_config(path, {}), RULES)
+
+
 def test_a_drill_on_a_gpu_of_an_engine(tmp_path: Path) -> None:
     """The GPU by its UUID, of the engine that has it; the engine's GPUs in the order of its ranks."""
     text = "fault: gpu-reset, target: {engine: llama, gpu: GPU-1}, params: {mode: reset}"

@@ -23,7 +23,9 @@ def test_a_process_is_the_engine_whose_port_it_serves() -> None:
     with subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        config = Config(engines=(EngineConfig(name="other", url="http://127.0.0.1:1"), EngineConfig(name="a", url=url)))
+        away = url.replace("127.0.0.1", "192.0.2.7")  # another machine's, on the same port
+        config = Config(engines=(EngineConfig(name="other", url="http://127.0.0.1:1"),
+                                 EngineConfig(name="away", url=away), EngineConfig(name="a", url=url)))
         assert with_engine({"pid": process.pid}, config) == {"pid": process.pid, "engine": "a", "url": url}
         assert with_engine({"pid": process.pid}, Config()) == {"pid": process.pid}
         process.kill()

@@ -28,6 +28,7 @@ from agent.config import (
     WebhookConfig,
 )
 from drills import proc, targets
+from drills.faults import packet_loss
 from drills.faults.engine_hang import FAULT as HANG
 from drills.faults.process_kill import FAULT as KILL
 from drills.holder import Holder, HolderError
@@ -383,6 +384,39 @@ def test_what_there_is_not(stub: Engine) -> None:
         KILL.plan(Drill("d", "process-kill"), RUN)
     with pytest.raises(Refused, match=r"target.netns '/run/netns/nowhere': No such file"):
         KILL.plan(Drill("d", "process-kill", target={"port": stub.port, "netns": "/run/netns/nowhere"}), RUN)
+
+
+@pytest.mark.parametrize("fault", [KILL, HANG, packet_loss.FAULT])
+def test_an_engine_of_another_machine(fault: Fault, stub: Engine) -> None:
+    """litmus#2461's like: engine a was 10.255.0.7:8000, and what was killed was engine b, on port 8000 of this node."""
+    away = {"engine": "a", "port": stub.port, "address": "192.0.2.7", "url": f"http://192.0.2.7:{stub.port}"}
+    with pytest.raises(Refused, match=rf"192\.0\.2\.7 is not this machine: port {stub.port} here is another service's"):
+        fault.plan(Drill("d", fault.name, target=away), RUN)
+    with pytest.raises(Refused, match=r"address 'nowhere\.invalid' of the target: "):
+        fault.plan(Drill("d", fault.name, target={**away, "address": "nowhere.invalid"}), RUN)
+
+
+LISTENS = "import socket, sys; s = socket.create_server((sys.argv[1], int(sys.argv[2]))); print(1, flush=True); input()"
+
+
+def test_two_engines_on_one_port_of_two_addresses(free_port: Any) -> None:
+    """Both have port 8000, each an address of its own: the older one was killed, whichever was named."""
+    port, killed = free_port(), dict[str, int]()
+    with contextlib.ExitStack() as stack:
+        started = {}
+        for address in ("127.0.0.2", "127.0.0.3"):
+            started[address] = one = stack.enter_context(subprocess.Popen(
+                [sys.executable, "-c", LISTENS, address, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            assert one.stdout is not None
+            one.stdout.readline()
+        for address in started:
+            main = targets.main_of({"port": port, "address": address})
+            killed[address] = main.pid
+        assert len(proc.listeners(port)) == len(proc.listeners(port, None, ["127.0.0.4"])) == 2
+        for one in started.values():
+            one.kill()
+
+    assert killed == {address: one.pid for address, one in started.items()}
 
 
 def test_nobody_listens(free_port: Any) -> None:
