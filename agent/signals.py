@@ -987,11 +987,16 @@ def gpu_evidence(ask: Ask) -> dict[str, Any]:
 
 
 def gpu_thermal_margin(ask: Ask) -> Signal:
-    """H9. Kelvins left to the card's own limit; 0 while hardware slows it for heat; else to the rule's `fallback`."""
-    temp = hardware.latest_told(ask, "gpu_temp_c")
-    margin = ask.windows.latest(ask.subject, "gpu_margin_c", ask.now)
-    reason = ask.windows.latest(ask.subject, "gpu_throttle", ask.now)
+    """H9. Kelvins left to the card's own limit; 0 while hardware slows it for heat; else to the rule's `fallback`.
+
+    What was told before and is not now may be bad: a Gap, where the other one does not say that it is.
+    """
+    temp, margin, reason = (hardware.latest_told(ask, n) for n in ("gpu_temp_c", "gpu_margin_c", "gpu_throttle"))
     slowed = isinstance(reason, Sample) and int(reason.value) & HW_THERMAL
+    unknown = next((one for one, name in ((margin, "gpu_margin_c"), (reason, "gpu_throttle"))
+                    if isinstance(one, Signal) and hardware.was_told(ask, name)), None)
+    if unknown is not None and not slowed and (isinstance(margin, Signal) or margin.value > 0):
+        return unknown
     if isinstance(margin, Sample):
         left, method = margin.value, "exact"
     elif isinstance(temp, Signal):

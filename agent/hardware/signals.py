@@ -43,7 +43,9 @@ STATE = frozenset((  # what `told` asks for
     "gpu_nvlink_recoveries", "gpu_nvlink_replays", "gpu_pcie_gen", "gpu_pcie_gen_max", "gpu_pcie_width",
     "gpu_pcie_width_max", "gpu_pcie_replays", "gpu_fabric", "gpu_fabric_status", "gpu_persistence"))
 STATE_KEPT_S = 7 * 86400.0
-GAUGES = frozenset(("gpu_temp_c", "gpu_mem_used", "gpu_mem_free", "gpu_mem_total"))  # what `latest_told` asks for
+GAUGES = frozenset((  # what `latest_told` asks for
+    "gpu_temp_c", "gpu_margin_c", "gpu_throttle", "gpu_memory_temp_max_c", "gpu_mem_used", "gpu_mem_free",
+    "gpu_mem_total"))
 LEARNED = STATE | GAUGES  # names that a GPU which told them once may not fall silent about
 TOLD_BEFORE = "it was told before, and is no more: another driver, or what tells it was switched off"
 
@@ -324,7 +326,9 @@ def memory_temperature(ask: Ask) -> Signal:
     got = told(ask, "gpu_memory_temp_c")
     if isinstance(got, Signal):
         return got
-    most = ask.windows.latest(ask.subject, "gpu_memory_temp_max_c", ask.now)
+    most = latest_told(ask, "gpu_memory_temp_max_c")
+    if isinstance(most, Signal) and was_told(ask, "gpu_memory_temp_max_c"):
+        return most
     limit_c = most.value if isinstance(most, Sample) else MEMORY_MOST_C
     return ask.value(got.value - limit_c, at=got.at, evidence={"memory_temp_c": got.value, "memory_limit_c": limit_c})
 

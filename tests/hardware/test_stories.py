@@ -453,6 +453,19 @@ def test_heat_that_is_told_no_more_is_not_over(tell: Tell) -> None:
     assert "gpu-thermal-limit" in story.pages()
 
 
+@pytest.mark.parametrize(("hot", "silent"), [
+    ({"margin": -5, "temperature": 91}, "nvmlDeviceGetMarginTemperature"),
+    ({"throttle": 0x40, "temperature": 91}, "nvmlDeviceGetCurrentClocksEventReasons")])
+def test_half_of_what_tells_of_heat_does_not_tell_that_it_is_over(tell: Tell, hot: dict[str, Any], silent: str) -> None:
+    """The margin could not be read for a while: judged by 85 °C and no slowdown, a GPU at its limit was well again."""
+    story = tell(gpus(gpu1=hot))
+    assert ("firing", "gpu-thermal-limit") in story.run(90)
+    story.reader.play(gpus(gpu1={**hot, "errors": {silent: 999}}))
+    assert ("resolved", "gpu-thermal-limit") not in story.run(600)
+    story.reader.play(gpus())
+    assert ("resolved", "gpu-thermal-limit") in story.run(600)
+
+
 def test_a_reset_while_the_agent_is_down(tell: Tell) -> None:
     """Tocsin was stopped, the GPU reset, Tocsin started: its Xid was told for a day more as if nobody had come."""
     story = tell(gpus())
