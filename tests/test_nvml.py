@@ -747,6 +747,18 @@ def test_who_holds_gpu_memory(start: Start) -> None:
     assert reader("processes") == {41: 1024, 7: 3}
 
 
+def test_a_look_at_the_processes_that_fails_moves_no_engine(start: Start) -> None:
+    """One failed look, and an engine of two ranks was on one GPU: its group was gone, and its alert with it."""
+    reader = start(node({"processes": {"41": 24}}))
+    assert reader.read().gpu(0).pids == (41,)
+    reader.play(node({"processes": {"41": 24}, "errors": {"nvmlDeviceGetComputeRunningProcesses": UNKNOWN}}))
+    reader("advance", 31.0)
+    assert reader.read().gpu(0).pids == (41,)
+    reader.play(node({"processes": {"42": 24}}))
+    reader("advance", 31.0)
+    assert reader.read().gpu(0).pids == (42,)
+
+
 def test_a_driver_of_before_510_has_an_older_call_for_its_processes(start: Start) -> None:
     """pynvml says so with an error that is none of NVML's: each look at processes cost all GPUs their reading."""
     gpu = {"processes": {"41": 24}, "errors": {"nvmlDeviceGetComputeRunningProcesses_v3": FUNCTION_NOT_FOUND}}

@@ -315,8 +315,7 @@ class _Driver:
             try:
                 told = _processes_of(job, one, COMPUTE)
             except pynvml.NVMLError:
-                one.pids = ()
-                continue
+                continue  # who computed on it a moment ago; a process that has ended is no engine's any more
             one.pids = tuple(sorted(told or ()))
             if told is None and len(asked) == 1:
                 gpu.ask_pids_at = math.inf
