@@ -575,14 +575,15 @@ class Node:
             self.learned.told.setdefault(signal, {})[subject] = text
 
     def _take_engine(self, facts: EngineFacts, at: float) -> None:
-        if self.facts.get(facts.target) is not facts:  # a page that tells the same series has the same facts
+        before = self.facts.get(facts.target)
+        if before is not facts:  # a page that tells the same series has the same facts
             self._moves[facts.target] = {"at_end": frozenset(one.name for one in facts.found if one.at_end),
                                          "drifting": frozenset(one.name for one in facts.found if one.drifts)}
         self.facts[facts.target] = facts
         known = self.learned.targets.setdefault(facts.target, {"first_seen_at": at})
         if facts.engines:
             known.update(ever_up=True, engines=list(facts.engines))
-        for subject in facts.closed:
+        for subject in set(facts.closed).difference(() if before is None else before.closed):
             self.windows.forget(subject)
 
     def _forget_gpu(self, uuid: str) -> None:
