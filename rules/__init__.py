@@ -215,7 +215,7 @@ def _read_files(config: RulesConfig, builtin_dir: Path) -> tuple[list[tuple[bool
     paths = [(True, path) for folder in folders for path in sorted(folder.glob("*.yaml"))]
     for index, directory in enumerate(config.dirs):
         try:
-            found = sorted(path for path in directory.iterdir() if path.suffix in (".yaml", ".yml"))
+            found = sorted(path for path in directory.iterdir() if path.suffix.lower() in (".yaml", ".yml"))
         except OSError as error:
             if directory != DEFAULT_DIR or not isinstance(error, FileNotFoundError):
                 message = f"{cut(str(directory))} cannot be read: {error.strerror}"

@@ -387,6 +387,15 @@ def test_rules_dirs_that_are_not_there(tmp_path: Path) -> None:
         load_rules(config.rules, Slo(), CATALOGUE, tmp_path)
 
 
+def test_a_rule_file_from_windows_is_read_too(tmp_path: Path) -> None:
+    """A limit stood in MINE.YAML, and never applied."""
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "a.yaml").write_text(KV)
+    (tmp_path / "MINE.YAML").write_text("- {id: hot, signal: gpu_temperature, fires: '> 80', severity: info}\n")
+    config = RulesConfig(dirs=(tmp_path,))
+    assert "hot" in {rule.id for rule in load_rules(config, Slo(), CATALOGUE, tmp_path / "ours").rules}
+
+
 def test_an_empty_rule_file_is_no_fault(tmp_path: Path) -> None:
     """All of a site's rules are commented out."""
     assert len(load(tmp_path, KV, mine="# - id: x\n").rules) == 1
