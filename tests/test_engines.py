@@ -278,6 +278,15 @@ def test_a_name_that_is_only_declared_hides_no_older_one() -> None:
     assert next(f.how for f in reader.facts.found if f.name == "kv_usage") == "vllm:gpu_cache_usage_perc"
 
 
+def test_a_gauge_beside_a_counter_of_its_name_is_another_number() -> None:
+    """prometheus-net#477: a page has both x and x_total, and we took the larger: 300 ran since the start, and 3 run."""
+    page = ("# TYPE vllm:num_requests_running gauge\n"
+            'vllm:num_requests_running{model_name="m"} 3\nvllm:num_requests_running_total{model_name="m"} 300\n'
+            'vllm:prompt_tokens_total{model_name="m"} 100\nvllm:prompt_tokens{model_name="m"} 555\n')
+    readings = read_once(page)
+    assert [getattr(readings[name], "value", None) for name in ("running", "prompt_tokens")] == [3, 100]
+
+
 def test_a_version_is_told_by_its_own_name() -> None:
     """The names under Ray are vLLM's, and so are the versions that they show: doctor spoke of Ray Serve LLM 0.11.2."""
     page = found("ray-2.50", "page")

@@ -739,22 +739,27 @@ def _take(name: str, part: str, quantity: Quantity, alias: Alias) -> _Take:
 
 def _members(series: Sequence[Series], names: Names) -> Iterator[_Member]:
     """The series that count, each with what it is."""
-    wanted: dict[str, list[_Take]] = defaultdict(list)
+    wanted: dict[str, list[tuple[str, _Take]]] = defaultdict(list)
     for name, had in names.quantities.items():
         quantity = names.map.quantities[name]
         if isinstance(had, Chosen):
             for written, part in _parts(name, had):
-                wanted[written].append(_take(name, part, quantity, had.alias))
+                wanted[written].append((had.alias.name, _take(name, part, quantity, had.alias)))
             if had.alias.over is not None:
                 over = had.alias.over
-                wanted[normalise(over.name)].append(_Take(name, "", None, None, {}, over.select, {}, is_over=True))
+                take = _Take(name, "", None, None, {}, over.select, {}, is_over=True)
+                wanted[normalise(over.name)].append((over.name, take))
             for also in quantity.also:
-                wanted[normalise(also.name)].append(
-                    _Take(name, "", also.key, also.as_key, also.keys, also.select, also.skip))
+                take = _Take(name, "", also.key, also.as_key, also.keys, also.select, also.skip)
+                wanted[normalise(also.name)].append((also.name, take))
+    counters = {normalise(one.name) for one in series if one.name.endswith("_total")}
+    both = counters.intersection(normalise(one.name) for one in series if not one.name.endswith("_total"))
     copies, breakdowns = frozenset(names.map.copies), names.map.breakdowns
     for i, one in enumerate(series):
         written = normalise(one.name)
-        for take in wanted.get(written, ()):
+        for name, take in wanted.get(written, ()):
+            if written in both and one.name.endswith("_total") != name.endswith("_total"):
+                continue  # x and x_total are two things here
             labels = one.labels
             key = take.key_of(labels)
             if key is None or any(labels.get(label) for label in breakdowns):
