@@ -287,6 +287,18 @@ def test_a_gauge_beside_a_counter_of_its_name_is_another_number() -> None:
     assert [getattr(readings[name], "value", None) for name in ("running", "prompt_tokens")] == [3, 100]
 
 
+@pytest.mark.parametrize("told", ["", '{quantile="0.99"}'])
+def test_a_latency_that_is_one_number_is_no_latency_that_counts_nothing_yet(told: str) -> None:
+    """A gateway wrote the mean of the first tokens, or only its quantiles: doctor said that nothing was counted yet."""
+    name = "vllm:time_to_first_token_seconds"
+    reader = PageReader("t")
+    gaps = [r for r in reader.read(f"vllm:num_requests_running 3\n{name}{told} 7\n".encode(), "text/plain", 1.0)
+            if isinstance(r, Gap) and r.name == "ttft"]
+    assert ["has no buckets on this page" in gap.why for gap in gaps] == [True]
+    assert reader.facts is not None
+    assert [found.how for found in reader.facts.found if found.name == "ttft"] == [None]
+
+
 def test_a_version_is_told_by_its_own_name() -> None:
     """The names under Ray are vLLM's, and so are the versions that they show: doctor spoke of Ray Serve LLM 0.11.2."""
     page = found("ray-2.50", "page")

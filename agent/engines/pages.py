@@ -484,7 +484,7 @@ class PageReader:
         holes += [_Hole((name, subject, ""), Why.TOO_LARGE, _crowd_text(names, name))
                   for name, subject in sorted(self._crowded)]
         holes += self._holes(names, set(slots), subjects, page)
-        holes += _bare(names, slots)
+        holes += self._bare(names, slots, subjects, page.series)
         self._expected |= set(slots)
         facts = self._say(page, names, subjects, slots, holes)
         starts = self._starts(page.series)
@@ -541,6 +541,21 @@ class PageReader:
         """Of whom a quantity is told: of the target, or of each of its engines."""
         of_all = names.map.quantities[name].of == "target" or name in self._shared
         return (self.target,) if of_all else tuple(subjects.values())
+
+    def _bare(
+        self, names: Names, slots: Collection[SlotKey], subjects: Mapping[str, str], series: Sequence[Series]
+    ) -> Iterator[_Hole]:
+        """A Gap for each latency that is told without buckets. Its count goes on: arrivals are judged by it."""
+        bare, told = _without_buckets(slots), {slot[:2] for slot in (*slots, *self._expected)}
+        plain = {normalise(one.name) for one in series}  # a gauge, or only quantiles
+        for name, had in names.quantities.items():
+            if isinstance(had, Chosen) and SAMPLES[name] == "histogram" and had.alias.part is None and (
+                    normalise(had.alias.name) in plain):
+                bare |= {(name, subject) for subject in self._owners(names, name, subjects)} - told
+        for name, subject in sorted(bare):
+            had = names.quantities[name]
+            if isinstance(had, Chosen):
+                yield _Hole((name, subject, "+Inf"), Why.MISSING, _BARE.format(had.family))
 
     def _holes(
         self, names: Names, slots: set[SlotKey], subjects: Mapping[str, str], page: Page
@@ -697,14 +712,6 @@ def _without_buckets(slots: Iterable[SlotKey]) -> set[tuple[str, str]]:
             if not math.isnan(_number(key)):
                 with_buckets.add((name, subject))
     return told - with_buckets
-
-
-def _bare(names: Names, slots: Iterable[SlotKey]) -> Iterator[_Hole]:
-    """A Gap for each latency that is told without buckets. Its count goes on: arrivals are judged by it."""
-    for name, subject in sorted(_without_buckets(slots)):
-        had = names.quantities[name]
-        if isinstance(had, Chosen):
-            yield _Hole((name, subject, "+Inf"), Why.MISSING, _BARE.format(had.family))
 
 
 def _with_series(names: Names, page: Page) -> Names:
