@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise, takewhile
@@ -851,9 +851,17 @@ def rank_step_spread(ask: Ask) -> Signal:
     missing = ask.asleep() or ask.problem("rank_seconds") or ask.uncovered("rank_seconds")
     if missing:
         return missing
-    if len(ranks) == 1:
+    now = ask.windows.keys_now(ask.subject, "rank_seconds")
+    missing = rank_gone(ask, "rank_seconds", now)
+    if missing:
+        return missing
+    if len(now) == 1:
         return ask.na("one rank tells its time: compare them with --enable-metrics-for-all-schedulers")
-    seconds = ask.windows.increases(ask.subject, "rank_seconds", ask.start())
+    late = newcomer(ask, "rank_seconds", now)
+    if late is not None:
+        return ask.idle(f"rank {late} had computed nothing when this window began")
+    seconds = {rank: rise for rank, rise in ask.windows.increases(ask.subject, "rank_seconds", ask.start()).items()
+               if rank in now}
     steps = sum(ask.windows.increases(ask.subject, "graph_passes", ask.start()).values())
     needed = float(ask.rule.params["steps"])
     if steps < needed:
@@ -864,6 +872,29 @@ def rank_step_spread(ask: Ask) -> Signal:
     spread, evidence = found
     return ask.value(spread, at=ask.told_at("rank_seconds"), method="engine's own seconds per rank",
                      evidence=evidence | {"steps": steps})
+
+
+def rank_rows_from(ask: Ask, name: str) -> float:
+    """Where the rows of this window and of this start of the engine begin: an earlier one may have had other ranks."""
+    return max(ask.start(), ask.windows.restarted_at(ask.subject, name) or 0.0)
+
+
+def rank_gone(ask: Ask, name: str, now: Set[str]) -> Signal | None:
+    """A rank that told its time in this window and does not now: of what is left nobody can be called slow or even."""
+    start = rank_rows_from(ask, name)
+    gone = sorted(rank for rank in ask.windows.keys(ask.subject, name)
+                  if rank not in now and any(ask.windows.history(ask.subject, name, start, rank)))
+    return ask.gap(Why.MISSING, f"rank {', '.join(gone)} tells its time no more") if gone else None
+
+
+def newcomer(ask: Ask, name: str, now: Set[str]) -> str | None:
+    """The rank that had counted nothing where the others' count of this window begins: theirs are other steps."""
+    start = rank_rows_from(ask, name)
+    first = {rank: row for rank in sorted(now)
+             if (row := next(ask.windows.history(ask.subject, name, start, rank), None)) is not None}
+    begun = min((at for at, _ in first.values()), default=0.0) + 2 * ask.windows.interval_s
+    working = any(total > 0 for _, total in first.values())
+    return next((rank for rank, (at, total) in first.items() if at > begun or (working and total <= 0)), None)
 
 
 def spread_of(ask: Ask, seconds: Mapping[str, float]) -> tuple[float, dict[str, Any]] | None:
@@ -898,6 +929,9 @@ def probed_spread(ask: Ask) -> Signal:
     now = ask.windows.keys_now(ask.subject, "probe_rank_seconds")
     if len(now) < 2:
         return ask.gap(Why.MISSING, f"rank {', '.join(now)} alone tells its time")
+    missing = rank_gone(ask, "probe_rank_seconds", now)
+    if missing:
+        return missing
     steps, seconds = ({rank: rise for rank, rise in ask.windows.increases(ask.subject, name, ask.start()).items()
                        if rank in now} for name in ("probe_rank_steps", "probe_rank_seconds"))
     watched = ask.count("probe_steps", ask.subject, ask.start())

@@ -131,6 +131,45 @@ def test_the_stages_of_a_pipeline_are_not_compared_with_each_other() -> None:
     assert got.evidence["slow_rank"] == "3"
 
 
+def own_ranks(names: Callable[[float], int], slow: float = 1.0) -> Callable[[float], Numbers]:
+    """SGLang's own seconds per rank: each computes 0.1 s of a second, the last of four `slow` times that."""
+    return lambda at: {"graph_passes.decode_cuda_graph": 10 * at,
+                       **{f"rank_seconds.{r}": 0.1 * at * (slow if r == 3 else 1.0) for r in range(names(at))}}
+
+
+@pytest.mark.parametrize(("end", "names", "state", "why"), [
+    (600, lambda at: 4, "value", ""),
+    (600, lambda at: 4 if at < 450 else 3, "gap", "rank 3 tells its time no more"),  # 150 s of 300 s would look slow
+    (600, lambda at: 3 if at < 450 else 4, "idle", "rank 3 had computed nothing when this window began"),
+    (800, lambda at: 3 if at < 450 else 4, "value", ""),  # a whole window later it is compared as the others are
+    (800, lambda at: 4 if at < 450 else 3, "value", ""),
+])
+def test_a_rank_that_goes_or_comes_makes_no_healthy_one_slow(
+        end: float, names: Callable[[float], int], state: str, why: str) -> None:
+    """Four ranks that compute alike; the fourth goes, or comes, 150 s ago. It paged, and named a healthy rank."""
+    got = ask(scene(story(end, own_ranks(names)), end), "rank-straggler")
+    assert got.state == state
+    if state == "value":
+        assert got.value == pytest.approx(0.0, abs=1e-6)
+    else:
+        assert got.why == why
+
+
+def test_a_slow_rank_that_vanishes_has_not_become_even_with_the_others() -> None:
+    """Rank 3 computes half as long again, and is gone for 10 s: the three that are left say nothing of it."""
+    def probe(at: float) -> Numbers:
+        there = range(4 if at < 590 else 3)
+        return {"probe_steps": 10 * at, "probe_tp_size": 4.0, **{f"probe_rank_steps.{r}": 10 * at for r in there},
+                **{f"probe_rank_seconds.{r}": 0.1 * at * (1.5 if r == 3 else 1.0) for r in there}}
+
+    before = ask(scene(story(585, lambda at: {}, probe), 585), "rank-straggler")
+    assert before.value == pytest.approx(0.5)
+    assert verdict(before, "rank-straggler") == "breach"
+    for windows in (story(600, lambda at: {}, probe), story(600, own_ranks(lambda at: 4 if at < 590 else 3, 1.5))):
+        gone = ask(scene(windows, 600), "rank-straggler")
+        assert (gone.state, gone.why) == ("gap", "rank 3 tells its time no more")
+
+
 def hidden(profiled: int) -> Windows:
     """Ranks under CUDA graphs, and so many profiled steps of 10 and 12 ms."""
     windows = story(600, lambda at: {}, lambda at: {
