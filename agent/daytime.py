@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from zoneinfo import ZoneInfo
 
 DAY_MINUTES = 1440
@@ -22,6 +22,13 @@ def minute_of_day(zone: str, at: float) -> int:
 
 
 def left_s(window: Window, zone: str, at: float) -> float:
-    """How long a window that is open at a time stays open. On a day whose clock steps, an hour off at most."""
-    second = datetime.fromtimestamp(at, ZoneInfo(zone)).second
-    return ((window[1] - minute_of_day(zone, at) - 1) % DAY_MINUTES + 1) * 60.0 - second
+    """How long a window that is open at a time stays open: until a clock in `zone` shows its end.
+
+    On a day of 23 or 25 hours, too; only an end within the hour that is left out or comes twice may be an hour off.
+    """
+    local = datetime.fromtimestamp(at, ZoneInfo(zone))
+    end = local.replace(hour=0, minute=0, second=0, microsecond=0, fold=0) + timedelta(minutes=window[1])
+    if end <= local:  # of one zone: compared as the clock shows them
+        end += timedelta(days=1)
+    left = end.timestamp() - at
+    return left if left > 0 else end.replace(fold=1).timestamp() - at  # in the hour that a clock shows twice

@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -723,6 +724,22 @@ notify:
     assert hours.quiet_until("ticket", night) == NOW + 23 * 3600.0 + 29 * 60 + 22  # 07:00Z
     assert hours.quiet_until("ticket", day) is None
     assert hours.quiet_until("page", night) is None
+
+
+@pytest.mark.parametrize(("now", "until"), [  # by zdump: Berlin is UTC+1, 03-29 01:00Z to 10-25 01:00Z +2
+    ("2026-03-28T23:30:00Z", "2026-03-29T06:00:00Z"),  # 00:30 to 08:00 of a night that lacks an hour: it was 07:00Z
+    ("2026-10-24T22:30:00Z", "2026-10-25T07:00:00Z"),  # 00:30 to 08:00 of one that has an hour twice: it was 06:00Z
+    ("2026-10-25T00:30:00Z", "2026-10-25T07:00:00Z"),  # 02:30, the first
+    ("2026-10-25T01:30:00Z", "2026-10-25T07:00:00Z"),  # 02:30, the second
+    ("2026-10-25T07:00:00Z", None),
+])
+def test_quiet_hours_end_when_the_clock_on_the_wall_says_so(tmp_path: Path, now: str, until: str | None) -> None:
+    """In the night of a clock change a ticket came an hour late."""
+    quiet = '{window: "20:00-08:00", zone: Europe/Berlin}'
+    config = config_of(tmp_path, f"notify: [{{slack: {{webhook_env: X}}, quiet: {quiet}}}]")
+    (route,) = build_channels(config, Needs(list, lambda: True), channel_names(config, {}))
+    want = None if until is None else datetime.fromisoformat(until).timestamp()
+    assert route.channel.hours.quiet_until("ticket", datetime.fromisoformat(now).timestamp()) == want
 
 
 def test_a_pager_that_is_told_of_some_rules_is_told_of_their_pages(tmp_path: Path) -> None:
