@@ -218,6 +218,22 @@ def test_ray_leaves_out_what_has_not_counted_and_that_is_0() -> None:
     assert "appears with its first event" in found("ray-2.50", "preemptions").note
 
 
+@pytest.mark.parametrize(("reason", "state"), [("error", "gap"), ("repetition", "na"), ("stop", "value")])
+def test_a_reason_under_which_ray_counts_everything_is_no_reason(reason: str, state: str) -> None:
+    """vllm#40840: each request was counted under the last reason of its version, so all of them failed, or none."""
+    reader, windows = PageReader("t"), Windows(EVERY_S)
+    for n in range(1, 41):
+        page = ("ray_vllm_num_requests_running 3\nray_serve_deployment_queued_queries 0\n"
+                f'ray_vllm_request_success{{finished_reason="{reason}"}} {60 * n}\n')
+        readings = reader.read(page.encode(), "text/plain", T0 + n * EVERY_S)
+        windows.ingest(Batch("engine:t", T0 + n * EVERY_S, 0.0, tuple(readings)))
+    scene = Scene(windows, T0 + 1200, "node", SLO, {"t": Target("t", ("t",), SLO)})
+    signal = compute(scene, [built_in()[H7]], {})[H7, "t"]
+    assert (signal.state, "vllm#40840" in (signal.why or "")) == (state, state != "value")
+    counted = {r.key: r.value for r in readings if r.name == "finished" and isinstance(r, Sample)}
+    assert counted == {"stop" if reason == "stop" else "any": 2400}  # the load goes on being told
+
+
 def test_a_worker_that_passes_nothing_on_is_its_own_diagnosis() -> None:
     """dynamo#14121: the worker is up and its engine's families are missing; the flag that gives them is named."""
     assert "event publishing" in (found("dynamo-worker-silent", "ttft").remedy or "")

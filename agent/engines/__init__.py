@@ -67,6 +67,8 @@ class Quantity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: Mapping[str, str] = {}  # what a label's value is as a key; "*": every other value
     select: Mapping[str, tuple[str, ...]] = {}  # label -> values; other series are not looked at
     skip: Mapping[str, tuple[str, ...]] = {}  # label -> values of series that are not looked at
+    lone: Mapping[str, Why] = {}  # key that, alone on a page, is where a bug counts all of them: how that is told
+    lone_means: str = ""
     also: tuple[Also, ...] = ()
     label: str | None = None  # the number stands in this label, not in the value
     words: Mapping[str, float] = {}  # what a label's word is as a number

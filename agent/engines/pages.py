@@ -55,6 +55,7 @@ SHOWN_FAMILIES = 12  # of a page that is not understood, in words
 
 SlotKey = tuple[str, str, str]  # (name, subject, key), as in Sample
 Apart = tuple[tuple[str, str], ...]  # a series' labels without those in which copies of one number differ
+_ANY = "any"  # the key of what was counted under one that tells nothing
 _BARE = "{} has no buckets on this page (a summary?), so nobody can tell how many were slow: have it write a histogram"
 _FACTORS: Mapping[str, float] = {"ms": 1e-3, "us": 1e-6, "percent": 1e-2}
 
@@ -462,11 +463,11 @@ class PageReader:
         self._shared = frozenset() if self.target in subjects.values() else frozenset(
             name for name, subject, _ in slots if subject == self.target and names.map.quantities[name].of == "engine")
         slots = self._leave_crowded(slots, MOST_KEYS[names.map.role])
+        slots, holes = self._without_reasons(slots, names)
         self._keep_gone(slots)
         ones: list[_One] = []
         many: list[_Many] = []
         fixed: list[tuple[SlotKey, float]] = []
-        holes: list[_Hole] = []
         for slot, group in slots.items():
             quantity = names.map.quantities[slot[0]]
             had = names.quantities[slot[0]]
@@ -485,7 +486,7 @@ class PageReader:
                   for name, subject in sorted(self._crowded)]
         holes += self._holes(names, set(slots), subjects, page)
         holes += self._bare(names, slots, subjects, page.series)
-        self._expected |= set(slots)
+        self._expected |= {slot for slot in slots if slot[2] != _ANY}
         facts = self._say(page, names, subjects, slots, holes)
         starts = self._starts(page.series)
         columns = _columns(ones)
@@ -498,6 +499,22 @@ class PageReader:
         self._crowded |= {of for of, keys in count.items() if keys > most}
         self._expected = {slot for slot in self._expected if slot[:2] not in self._crowded}
         return {slot: group for slot, group in slots.items() if slot[:2] not in self._crowded}
+
+    def _without_reasons(
+        self, slots: Mapping[SlotKey, list[_Member]], names: Names
+    ) -> tuple[dict[SlotKey, list[_Member]], list[_Hole]]:
+        """Where one key that a bug counts everything under stands alone: the count goes on, its key tells nothing."""
+        kept, holes = dict(slots), list[_Hole]()
+        for slot in slots:
+            name, subject, key = slot
+            had, quantity = names.quantities[name], names.map.quantities[name]
+            if key not in quantity.lone or not isinstance(had, Chosen):
+                continue
+            if all(other == slot or other[:2] != slot[:2] for other in (*slots, *self._expected)):
+                kept[name, subject, _ANY] = kept.pop(slot)
+                why = f"{had.family} counts all as {key}: {quantity.lone_means}"
+                holes.append(_Hole(slot, quantity.lone[key], why))
+        return kept, holes
 
     def _keep_gone(self, slots: Mapping[SlotKey, Sequence[_Member]]) -> None:
         """A counter of several series must not drop because one of them left: that would read as a restart."""
@@ -596,7 +613,7 @@ class PageReader:
         self, page: Page, names: Names, subjects: Mapping[str, str], slots: Collection[SlotKey], holes: Sequence[_Hole]
     ) -> EngineFacts:
         """For people: how each quantity was had, or why not and what to do."""
-        told = {(name, subject) for name, subject, _ in slots} - _without_buckets(slots)
+        told = {(name, subject) for name, subject, key in slots if key != _ANY} - _without_buckets(slots)
         missing = {hole.slot[:2]: hole for hole in holes}
         found = [self._say_page(page, names, {subject for _, subject, _ in slots})]
         for name, had in names.quantities.items():
