@@ -312,6 +312,8 @@ class Worker:
             told_at = self._accepted_at.get(message.key)
             if told_at is None:  # its first telling is still owed
                 continue
+            if told_at > now:  # the clock was stepped back: it would be silent for as long
+                told_at = self._accepted_at[message.key] = now
             at = max(told_at + every_s, self.channel.hours.quiet_until(message.severity, now) or 0.0)
             if at <= now and not self._stopping:
                 outcome = self._try(partial(self.channel.send, [Notice(0, self.name, message, now, now)], now))

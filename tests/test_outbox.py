@@ -538,6 +538,22 @@ def test_what_still_fires_is_told_again(store: Store) -> None:
     assert tape.sent == [(1000.0, "a", "firing"), (1607.0, "a", "firing"), (2207.0, "a", "firing")]
 
 
+def test_a_clock_that_is_stepped_back_delays_no_repeat_for_longer_than_one(store: Store) -> None:
+    """A wrong clock was set right by a day: nothing was told again for a day and 600 s."""
+    clock = Clock()
+    clock.now = 90000.0
+    tape = Tape(clock)
+    tape.hours = Hours(repeat_s=600.0, firing=lambda: [message("a")])
+    worker = worker_of(store, tape, clock)
+    owe(store, 90000.0, message("a"))
+    play(worker, clock, 90100.0)
+    clock.now = 3700.0
+
+    play(worker, clock, 5000.0)
+
+    assert tape.sent == [(90000.0, "a", "firing"), (4300.0, "a", "firing"), (4900.0, "a", "firing")]
+
+
 def test_a_repeat_keeps_quiet_hours_and_waits_for_the_first_telling(store: Store) -> None:
     """It was told again at night; and the second telling of a page overtook the first."""
     clock = Clock()
