@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,6 +26,7 @@ from agent.daemon import is_same
 from agent.exposition import PageError, Reader
 from agent.lint_case import Facts, is_hidden
 from agent.oneshot import doctor
+from agent.silences import is_like
 from agent.sources.discovery import Process, address_in, engine_of, is_here, options_of, processes, version_at
 from agent.sources.fetch import Fetcher, FetchError, is_local
 
@@ -200,7 +200,7 @@ def _watched(facts: Facts, target: Mapping[str, Any], told: Mapping[str, Any], s
 def _of_engine(on_file: Mapping[str, Evidence], engine: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for pattern in sorted(on_file, key=lambda pattern: "*" not in pattern):  # what names it comes last
-        if fnmatchcase(engine, pattern):
+        if is_like(engine, pattern):
             told |= {key: value for key, value in msgspec.structs.asdict(on_file[pattern]).items() if value is not None}
     return told
 

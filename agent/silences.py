@@ -48,8 +48,7 @@ class Silence:
         """Whether an alert is muted by it, as far as rule and subject go."""
         if rule != self.rule and (rule in BY_NAME_ONLY or not fnmatchcase(rule, self.rule)):
             return False
-        # an IPv6 address has brackets: what is meant literally is compared so first
-        return subject == self.subject or subject.startswith(f"{self.subject}/") or fnmatchcase(subject, self.subject)
+        return subject.startswith(f"{self.subject}/") or is_like(subject, self.subject)
 
     def text(self) -> str:
         """Until when, by whom, why: what stands beside a muted alert."""
@@ -60,6 +59,11 @@ class Silence:
         what = "all of this node" if (self.rule, self.subject) == (ALL, ALL) else self.rule + (
             "" if self.subject == ALL else f" of {self.subject}")
         return f"{what}, {self.text()}"
+
+
+def is_like(subject: str, pattern: str) -> bool:
+    """Whether a pattern with * and ? matches all of a subject. Brackets are an IPv6 address's, and mean themselves."""
+    return fnmatchcase(subject, pattern.replace("[", "[[]"))
 
 
 def active(silences: Iterable[Silence], now: float) -> list[Silence]:

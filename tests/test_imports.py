@@ -158,7 +158,7 @@ MAY_IMPORT: dict[str, Row] = {
         "agent agent.config agent.daytime agent.model agent.notifiers.alertmanager agent.notifiers.channel"
         " agent.notifiers.chat agent.notifiers.heartbeat agent.notifiers.kubernetes agent.notifiers.pagerduty"
         " agent.notifiers.slack"
-        " agent.notifiers.webhook agent.phase",
+        " agent.notifiers.webhook agent.phase agent.silences",
         "fnmatch importlib pathlib",
     ),
     "agent.notifiers.channel": Row("agent.model agent.proxy agent.retry_after", WORLD),
@@ -215,8 +215,8 @@ MAY_IMPORT: dict[str, Row] = {
     ),
     "agent.lint_facts": Row(
         "agent.budget agent.client agent.config agent.daemon agent.exposition agent.lint_case agent.oneshot"
-        " agent.sources.discovery agent.sources.fetch",
-        "fnmatch msgspec pathlib time yaml",
+        " agent.silences agent.sources.discovery agent.sources.fetch",
+        "msgspec pathlib time yaml",
     ),
     "agent.show": Row("agent.words", "rich shutil"),
     "agent.advise_commands": Row(

@@ -742,6 +742,16 @@ def test_quiet_hours_end_when_the_clock_on_the_wall_says_so(tmp_path: Path, now:
     assert route.channel.hours.quiet_until("ticket", datetime.fromisoformat(now).timestamp()) == want
 
 
+@pytest.mark.parametrize("pattern", ["[fd00::17]:8000", "[fd00::*", "[fd00::17]:800?", "*]:8000"])
+def test_a_route_by_an_ipv6_address_is_told_of_that_engine(tmp_path: Path, pattern: str) -> None:
+    """Its brackets were taken for "one of these letters": nobody was told."""
+    config = config_of(tmp_path, f"notify: [{{slack: {{webhook_env: X}}, match: {{subject: ['{pattern}']}}}}]\n")
+    (route,) = build_channels(config, Needs(list, lambda: True), channel_names(config, {}))
+    down, other = (replace(message(), labels={"rule": "engine-down", "subject": at}) for at in (
+        "[fd00::17]:8000", "[fe80::18]:9000"))
+    assert owed_to([route], [down, other]) == [("slack", down)]
+
+
 def test_a_pager_that_is_told_of_some_rules_is_told_of_their_pages(tmp_path: Path) -> None:
     """`match` by rule alone made tickets of a pager's wake people."""
     text = "notify: [{pagerduty: {routing_key_env: X}, match: {rule: [gpu-*]}}]\n"

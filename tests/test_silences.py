@@ -36,6 +36,9 @@ def silence(rule: str = HOT[0], subject: str = HOT[1], until: float = NOW + 60) 
     (HOT[0], "GPU-77aa", HOT, False), ("gpu-temperature", HOT[1], HOT, False),
     ("itl-p99", "llama", ("itl-p99", "llama/1"), True), ("itl-p99", "llama", ("itl-p99", "llama-2"), False),
     ("engine-down", "[::1]:8000", ("engine-down", "[::1]:8000"), True),
+    ("engine-down", "[::1]:*", ("engine-down", "[::1]:8000"), True),
+    ("engine-down", "[::1]:8000", ("engine-down", "::8000"), False),  # the brackets are no "one of : and 1"
+    ("engine-down", "[::1]:800?", ("engine-down", "[fe80::1]:8000"), False),
     ("*", "*", ("watcher", "channel:pagerduty"), False), ("w*", "*", ("watcher", "channel:pagerduty"), False),
     ("*", "*", ("drill-orphaned", "run-1"), False), ("watcher", "*", ("watcher", "channel:pagerduty"), True),
 ])
