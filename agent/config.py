@@ -513,7 +513,10 @@ class HeartbeatConfig(_Form, frozen=True):
 
 
 class Match(_Form, frozen=True):
-    """`notify[].match`: what is not written matches all. Rules and subjects may hold * and ?."""
+    """`notify[].match`: what is not written matches all. Rules and subjects may hold * and ?.
+
+    A target's name is its engines', too.
+    """
 
     severity: tuple[Severity, ...] | None = None
     rule: tuple[str, ...] = ("*",)

@@ -48,7 +48,7 @@ class Silence:
         """Whether an alert is muted by it, as far as rule and subject go."""
         if rule != self.rule and (rule in BY_NAME_ONLY or not fnmatchcase(rule, self.rule)):
             return False
-        return subject.startswith(f"{self.subject}/") or is_like(subject, self.subject)
+        return is_of(subject, self.subject)
 
     def text(self) -> str:
         """Until when, by whom, why: what stands beside a muted alert."""
@@ -64,6 +64,11 @@ class Silence:
 def is_like(subject: str, pattern: str) -> bool:
     """Whether a pattern with * and ? matches all of a subject. Brackets are an IPv6 address's, and mean themselves."""
     return fnmatchcase(subject, pattern.replace("[", "[[]"))
+
+
+def is_of(subject: str, pattern: str) -> bool:
+    """Whether an alert's subject is one that is meant: a target's name means its engines (llama/1), too."""
+    return subject.startswith(f"{pattern}/") or is_like(subject, pattern)
 
 
 def active(silences: Iterable[Silence], now: float) -> list[Silence]:

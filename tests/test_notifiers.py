@@ -752,6 +752,15 @@ def test_a_route_by_an_ipv6_address_is_told_of_that_engine(tmp_path: Path, patte
     assert owed_to([route], [down, other]) == [("slack", down)]
 
 
+def test_a_route_by_a_target_s_name_is_told_of_its_engines_as_a_silence_by_it_mutes_them(tmp_path: Path) -> None:
+    """The target llama has two engines; that one of them is down nobody was told."""
+    config = config_of(tmp_path, "notify: [{slack: {webhook_env: X}, match: {subject: [llama]}}]\n")
+    (route,) = build_channels(config, Needs(list, lambda: True), channel_names(config, {}))
+    its, engine, other = (replace(message(), labels={"rule": "engine-down", "subject": name})
+                          for name in ("llama", "llama/1", "llama-2"))
+    assert owed_to([route], [its, engine, other]) == [("slack", its), ("slack", engine)]
+
+
 def test_a_pager_that_is_told_of_some_rules_is_told_of_their_pages(tmp_path: Path) -> None:
     """`match` by rule alone made tickets of a pager's wake people."""
     text = "notify: [{pagerduty: {routing_key_env: X}, match: {rule: [gpu-*]}}]\n"

@@ -32,7 +32,7 @@ from agent.notifiers.pagerduty import EVENTS_URL, PagerDuty
 from agent.notifiers.slack import Slack
 from agent.notifiers.webhook import Webhook
 from agent.phase import phase_of
-from agent.silences import is_like
+from agent.silences import is_of
 
 __all__ = ["NOTIFIERS", "Channel", "Needs", "Route", "Wanted", "build_channels", "channel_names", "not_installed",
            "owed_for_incidents", "owed_to"]
@@ -70,7 +70,7 @@ class Wanted:
                 and message.annotations.get(ROUTE, self.channel) == self.channel
                 and (self.silenced or SILENCED not in message.annotations)
                 and any(fnmatchcase(rule, pattern) for pattern in self.rules)
-                and any(is_like(subject, pattern) for pattern in self.subjects))
+                and any(is_of(subject, pattern) for pattern in self.subjects))
 
 
 class Route(NamedTuple):
