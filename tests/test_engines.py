@@ -234,6 +234,20 @@ def test_a_reason_under_which_ray_counts_everything_is_no_reason(reason: str, st
     assert counted == {"stop" if reason == "stop" else "any": 2400}  # the load goes on being told
 
 
+@pytest.mark.parametrize(("kind", "page", "why"), [
+    ("sglang", PAGES["vllm-0.32"](600), "this is a page of vLLM, and its kind was given as SGLang: write kind: vllm"),
+    ("vllm", PAGES["sglang-0.5.8"](600), "this is a page of SGLang, and its kind was given as vLLM: write kind: sglang"),
+    ("sglang", "python_info 1\n", "no engine that this version knows (only SGLang) writes this page"),
+])
+def test_a_wrong_kind_is_no_old_version(kind: str, page: str, why: str) -> None:
+    """Every number of the engine was "SGLang tells it since 0.4.0; this page is older", not applicable, and all well."""
+    readings = PageReader("t", kind=kind).read(page.encode(), "text/plain", 1.0)
+    gaps = [r for r in readings if isinstance(r, Gap)]
+    assert len(gaps) == len(readings) > 20
+    assert {gap.code for gap in gaps} == {"missing"}
+    assert all(gap.why.startswith(why) for gap in gaps)
+
+
 def test_a_worker_that_passes_nothing_on_is_its_own_diagnosis() -> None:
     """dynamo#14121: the worker is up and its engine's families are missing; the flag that gives them is named."""
     assert "event publishing" in (found("dynamo-worker-silent", "ttft").remedy or "")

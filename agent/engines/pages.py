@@ -390,6 +390,8 @@ class PageReader:
             self._map = found
         if self._map is None or against:
             return None
+        if found is None and not self._given and not is_muted(self._map, families):
+            return None  # the kind was given, and nothing of it was ever on this page
         if not self._is_patterned and (shown_patterns(self._map, families) or role_of(self._map, page)):
             self.read_patterns()
         names = resolve(self._map, families)
@@ -435,7 +437,12 @@ class PageReader:
         why = against or unknown
         remedy = "give the address of a /metrics page of " + known
         elsewhere = None if against else self._of_the_other_role(page)
-        if elsewhere is not None:
+        kinds = KINDS if role == "engine" else ROUTER_KINDS
+        other = None if against else detect([load_map(kind) for kind in kinds], page.families)[0]
+        if other is not None and other not in self._maps:
+            why = f"this is a page of {other.title}, and its kind was given as {known}"
+            remedy = f"write kind: {other.kind}, or leave kind out"
+        elif elsewhere is not None:
             why = f"this is {elsewhere.title}, {'a router' if elsewhere.role == 'router' else 'an engine'}; {why}"
             remedy = f"write it under {elsewhere.role}s:"
         elif muted is not None and not against:
