@@ -236,11 +236,11 @@ def test_a_reason_under_which_ray_counts_everything_is_no_reason(reason: str, st
 
 @pytest.mark.parametrize(("kind", "page", "why"), [
     ("sglang", PAGES["vllm-0.32"](600), "this is a page of vLLM, and its kind was given as SGLang: write kind: vllm"),
-    ("vllm", PAGES["sglang-0.5.8"](600), "this is a page of SGLang, and its kind was given as vLLM: write kind: sglang"),
+    ("vllm", PAGES["tgi-3.3.7"](600), "this is a page of TGI, and its kind was given as vLLM: write kind: tgi"),
     ("sglang", "python_info 1\n", "no engine that this version knows (only SGLang) writes this page"),
 ])
 def test_a_wrong_kind_is_no_old_version(kind: str, page: str, why: str) -> None:
-    """Every number of the engine was "SGLang tells it since 0.4.0; this page is older", not applicable, and all well."""
+    """Every number was "SGLang tells it since 0.4.0; this page is older", so not applicable, and all was well."""
     readings = PageReader("t", kind=kind).read(page.encode(), "text/plain", 1.0)
     gaps = [r for r in readings if isinstance(r, Gap)]
     assert len(gaps) == len(readings) > 20
