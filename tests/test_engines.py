@@ -248,6 +248,14 @@ def test_a_wrong_kind_is_no_old_version(kind: str, page: str, why: str) -> None:
     assert all(gap.why.startswith(why) for gap in gaps)
 
 
+@pytest.mark.parametrize("page", ["vllm:requests_now 3\nprocess_start_time_seconds 1\n", "sglang:lora_pool_usage 1\n"])
+def test_a_page_of_none_of_the_names_that_we_know_is_not_old(page: str) -> None:
+    """A version that renames all of them, or a proxy that lets few pass: "this page is older", and all was well."""
+    readings = read_once(page)
+    for name in ("waiting", "kv_usage", "ttft"):
+        assert getattr(readings[name], "code", None) == "missing"
+
+
 def test_a_worker_that_passes_nothing_on_is_its_own_diagnosis() -> None:
     """dynamo#14121: the worker is up and its engine's families are missing; the flag that gives them is named."""
     assert "event publishing" in (found("dynamo-worker-silent", "ttft").remedy or "")

@@ -295,13 +295,14 @@ def resolve(engine_map: EngineMap, families: Collection[str]) -> Names:
     written = _written(families)
     mine = own(engine_map, families)
     at_least = _at_least(engine_map, written)
+    told = any(normalise(alias.name) in mine for quantity in engine_map.quantities.values() for alias in quantity.names)
     quantities: dict[str, Chosen | Absent] = {}
     for name, quantity in engine_map.quantities.items():
         alias = next((a for a in quantity.names if normalise(a.name) in written), None)
         if alias is not None:
             quantities[name] = Chosen(alias, written[normalise(alias.name)])
         elif name not in engine_map.patterns:
-            quantities[name] = _absent(engine_map, quantity, written, at_least)
+            quantities[name] = _absent(engine_map, quantity, written, at_least, is_known=told or at_least is not None)
     build = hashlib.sha256("\n".join(sorted(mine)).encode()).hexdigest()[:12]
     return Names(engine_map, f"{engine_map.kind}-{build}", at_least, quantities, mine)
 
@@ -313,7 +314,10 @@ def _at_least(engine_map: EngineMap, written: Mapping[str, str]) -> str | None:
     return max(dated, key=version_key, default=None)
 
 
-def _absent(engine_map: EngineMap, quantity: Quantity, written: Mapping[str, str], at_least: str | None) -> Absent:
+def _absent(
+    engine_map: EngineMap, quantity: Quantity, written: Mapping[str, str], at_least: str | None, *, is_known: bool
+) -> Absent:
+    """`is_known`: the page has a name that we know, so what it lacks dates it."""
     if quantity.names and any(normalise(family) in written for family in quantity.witnesses):
         return Absent(None, f"{quantity.names[0].name} counts nothing yet")
     if not quantity.names or quantity.conditional:
@@ -329,7 +333,7 @@ def _absent(engine_map: EngineMap, quantity: Quantity, written: Mapping[str, str
     first = min((a.since for a in dated if a.since is not None), key=version_key) if len(dated) == len(names) else None
     if newest.gone is not None and len(names) == 1:  # no version has it any more
         return Absent(Why.NOT_SUPPORTED, quantity.absent_means or f"{newest.name} is gone since {newest.gone}")
-    if first is not None and not any(_is_of(alias, at_least) for alias in names):
+    if is_known and first is not None and not any(_is_of(alias, at_least) for alias in names):
         means = quantity.absent_means or f"{engine_map.versioned} tells it since {first}"
         older = "older" if at_least is None or version_key(at_least) < version_key(first) else "of a version in between"
         return Absent(Why.NOT_SUPPORTED, f"{means}; this page is {older}", quantity.remedy)
