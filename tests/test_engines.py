@@ -411,6 +411,22 @@ def test_a_label_that_is_new_each_time_costs_its_own_number_and_no_memory(at_onc
     assert {"user 0", "user 1", "stop"} <= {r.key for r in again if r.name == "finished" and isinstance(r, Sample)}
 
 
+def test_an_engine_that_one_garbled_page_names_is_none() -> None:
+    """engine="0" came as engine="o" once: the engine was called t/0 from then on, so all its alerts ended, and t/o was
+    missed until it restarted. One that is new (data parallelism grew) is taken at the second page that tells of it, and
+    missed when it is gone."""
+    reader, page = PageReader("t"), PAGES["vllm-0.32"](600)
+    grown = page + page.replace('engine="0"', 'engine="1"')
+    told = []
+    for of in (page, page.replace('engine="0"', 'engine="o"', 1), page, page, grown, grown, page):
+        readings = reader.read(of.encode(), "text/plain", T0)
+        assert reader.facts is not None
+        missed = {r.subject for r in readings if r.name == "kv_usage" and isinstance(r, Gap)}
+        told.append((reader.facts.engines, missed))
+    alone, two = (("t",), set[str]()), ("t/0", "t/1")
+    assert told == [alone, alone, alone, alone, alone, (two, set()), (two, {"t/1"})]
+
+
 def two_ranks(waits: float, until_s: float) -> Mapping[tuple[str, str], Signal]:
     """SGLang's two data-parallel engines at second 300: one first token a second of t/0 until `until_s`, nine of t/1;
     from 100 s on so many wait at t/0. First tokens are told for both together."""

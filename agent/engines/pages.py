@@ -186,6 +186,7 @@ class PageReader:
         self._moved: dict[str, str] = {}  # quantity -> what became of its former name
         self._removed: tuple[str, ...] = ()  # own families that the last change of build took away
         self._indices: tuple[str, ...] = ()
+        self._strangers: Set[str | None] = frozenset()  # engines that the last page told of, and none before it did
         self._closed: set[str] = set()
         self._expected: set[SlotKey] = set()  # seen since this process of the engine began
         self._places: dict[SlotKey, dict[Apart, list[int]]] = {}  # of each counter's series, at the last plan
@@ -239,11 +240,11 @@ class PageReader:
 
     def _plan_for(self, page: Page) -> _Plan:
         plan = self._plan
-        if plan is not None and page.families is plan.families and not page.bad and not plan.had_bad:
+        if plan is not None and page.families is plan.families and not (page.bad or plan.had_bad or self._strangers):
             return self._replan(page, restarted=True) if self._is_restarted(page, plan.starts) else plan
         restarted = self._is_restarted(page, self._starts(page.series))
         layout = _layout(page)
-        if plan is None or restarted or page.bad or plan.had_bad or not _is_same(plan, page, layout):
+        if plan is None or restarted or page.bad or plan.had_bad or self._strangers or not _is_same(plan, page, layout):
             return self._replan(page, restarted)
         self._plan = plan._replace(families=page.families)
         return self._plan
@@ -464,7 +465,7 @@ class PageReader:
         self, page: Page, names: Names, restarted: bool, layout: list[tuple[str, Mapping[str, str]]]
     ) -> _Plan:
         names = _with_series(names, page)
-        members = _lowest_ranks(_members(page.series, names), names.map)
+        members = self._without_strangers(_lowest_ranks(_members(page.series, names), names.map), names, restarted)
         subjects = self._see({m.engine for m in members if names.map.quantities[m.name].of == "engine"}, restarted)
         slots = _slots(members, names, subjects, self.target)
         self._shared = frozenset() if self.target in subjects.values() else frozenset(
@@ -499,6 +500,15 @@ class PageReader:
         columns = _columns(ones)
         return _Plan(page.families, layout, bool(page.bad), page.duplicates, ones, columns, many, fixed, holes, starts,
                      names, facts)
+
+    def _without_strangers(self, members: Sequence[_Member], names: Names, restarted: bool) -> Sequence[_Member]:
+        """All but those of an engine that no page before this one told of: a garbled line may name any, which would be
+        missed for ever after, and give the others new names. It is taken when the next page tells of it, too.
+        """
+        known = {None, *self._indices, *self._strangers}
+        self._strangers = frozenset() if restarted or not self._indices else {
+            one.engine for one in members if names.map.quantities[one.name].of == "engine"} - known
+        return [one for one in members if one.engine not in self._strangers] if self._strangers else members
 
     def _leave_crowded(self, slots: Mapping[SlotKey, list[_Member]], most: int) -> dict[SlotKey, list[_Member]]:
         """The slots but those of numbers that have, or had, more than `most` keys; of them nothing is remembered."""

@@ -88,8 +88,12 @@ class Lab:
     def close(self) -> None:
         """End the processes, delete the namespaces."""
         for process in reversed(self.started):
-            process.kill()
-            process.wait()
+            process.terminate()  # nginx ends its worker so, and one that is killed leaves it behind
+            try:
+                process.wait(2.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None and not pipe.closed:
                     pipe.close()
