@@ -19,15 +19,18 @@ MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
 PLAIN_PATH = re.compile(r"(?:/v\d+)?(?:/(?:models|completions|chat/completions|alerts|health|healthz|metrics))?/?")
 # This and the next begin at a word's beginning alone: tried at each letter of it, a long word would take minutes.
 _URL = re.compile(r"(?<![\w+.-])([\w+.-]+)://([^\s\"'<>\\`|]+)")
-# The value of a key that names a secret, to its closing quote. A token may be a number that is none (`token: 0.5`).
+# The value of a key that names a secret, to its closing quote or, where that is cut off, its first word. A token may be
+# a number that is none (`token: 0.5`).
 _KEYS = (r"((?:api|access|routing|secret|private)[-_]?key|key[-_]?data|token|secret|passw(?:or)?d|passphrase|pwd"
          r"|authorization|credentials?|cookie)")
-_VALUE = r"""("(?:[^"\\]|\\.)+"|'[^']+'|["']?[^\s"',;&}]{4,})"""
-_KEYED = re.compile(rf"(?i)(?<![\w-])([\w-]*{_KEYS}[\"']?\s*[:=]\s*)(?:(?:bearer|basic)\s+)?{_VALUE}")
-_OPTION = re.compile(rf"(?i)(?<![\w-])(--[\w-]*{_KEYS}\s+)(?!-){_VALUE}")  # --api-key x
+_QUOTED = r"""\"(?:[^"\\]|\\.){4,}"|'[^']{4,}'(?!\w)"""
+_KEYED = re.compile(rf"""(?i)(?<![\w-])([\w-]*{_KEYS}["']?\s*[:=]\s*)({_QUOTED}"""
+                    r"""|["']?(?:(?:bearer|basic)\s+)?[^\s"',;&}]{4,})""")
+_OPTION = re.compile(rf"""(?i)(?<![\w-])(--[\w-]*{_KEYS}\s+)(?!-)({_QUOTED}|["']?[^\s"';&}}]{{4,}})""")  # --api-key x
 _KNOWN = re.compile(
     r"(?i:\bbearer\s+)[\w.~+/=-]{8,}|\b[0-9a-f]{32}\b|\beyJ[\w-]{8,}\.[\w.-]{8,}|(?<![0-9])[0-9]{8,10}:[\w-]{35}\b"
-    r"|\b(?:sk-|hf_|xox[abeprs]-|xapp-|gh[oprsu]_|github_pat_|glpat-|nvapi-|gsk_|npm_|pypi-|hvs\.|AKIA|ASIA|AIza)[\w-]{8,}"
+    r"|\b(?:sk-|hf_|xox[abeprs]-|xapp-|gh[oprsu]_|github_pat_|glpat-|nvapi-|gsk_|pypi-|hvs\.|AIza)[\w-]{8,}"
+    r"|\b(?:npm_[A-Za-z0-9]{30,}|(?:AKIA|ASIA)[A-Z0-9]{16})\b"
 )
 _PEM = re.compile(r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]{0,40}-----|\Z)", re.DOTALL)
 
@@ -50,7 +53,7 @@ def _without_pem(text: str) -> str:
 def _hidden(found: re.Match[str]) -> str:
     """What stands for the value of a key, in the quotes that it had."""
     before, name, value = found.groups()
-    if name.lower() == "token" and re.fullmatch(r"[\"']?[\d.]+[\"']?", value):
+    if name.lower() == "token" and re.fullmatch(r"\d{1,7}|\d*\.\d+", value):
         return found[0]
     quote = value[0] if value[0] in "\"'" else ""
     return f"{before}{quote}…{quote if len(value) > 1 and value.endswith(quote) else ''}"

@@ -402,8 +402,9 @@ def _error(code: int, body: bytes, retry_after: str | None = None) -> ClusterErr
         message = str(status["message"])
     except (ValueError, LookupError, TypeError):
         status, message = {}, " ".join(body.decode(errors="replace")[:200].split())
-    if retry_after is not None:
-        status = {**status, "details": {"retryAfterSeconds": retry_after, **(status.get("details") or {})}}
+    details = status.get("details")
+    told = {} if retry_after is None else {"retryAfterSeconds": retry_after}
+    status = {**status, "details": {**told, **(details if isinstance(details, dict) else {})}}
     return ClusterError(f"the Kubernetes API says {code}: {message}", code, status)
 
 

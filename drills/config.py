@@ -124,7 +124,8 @@ def _form_faults(config: Config, drill: DrillConfig) -> Iterator[Fault]:
 def _target_faults(config: Config, drill: DrillConfig) -> Iterator[Fault]:
     """A target that means more than its owner does."""
     places, target = config.rules.places, drill.target
-    same = [target_name(one) for one in config.engines if target.port is not None and port_of(one.url) == target.port]
+    by_port_alone = target.port is not None and target.address is None and target.netns is None
+    same = [target_name(one) for one in config.engines if by_port_alone and port_of(one.url) == target.port]
     if len(same) > 1:
         message = f"port {target.port} is that of {len(same)} engines: {', '.join(same)}"
         yield places.fault(f"{drill.at}.target.port", message, "name one of them: target.engine")

@@ -392,7 +392,8 @@ class Timetable:
         self._remember()
         verdict, why = self._hands.run(drill, run_id(drill.name, now, self._node), seen.owed.due_at)
         log.info("drill_tried", drill=drill.name, verdict=verdict, why=why)
-        self.book[drill.name] = tried(seen, self._clock(), verdict, why)
+        seen = tried(seen, self._clock(), verdict, why)
+        self.book[drill.name] = seen if drill.name in self._drills else put_away(seen)  # it was put off meanwhile
         self._remember()
 
     def _remember(self) -> None:

@@ -243,6 +243,7 @@ def test_a_bot_reads_what_slack_says_in_its_200() -> None:
 def test_a_webhook_that_answers_as_the_api_is_read_as_that() -> None:
     """A relay in front of Slack passed its answer on, 200 and `"ok": false`: the page was counted as delivered."""
     said = {b"ok": "delivered", b"": "delivered", b'{"ok": true}': "delivered", b'{"success": true}': "delivered",
+            b'{"status": "ok"}': "delivered",
             b'{"ok": false, "error": "channel_not_found"}': "Rejected",
             b'{"ok":false,"error":"rate_limited"}': "TryLater"}
     assert {body: outcome(by_webhook, Reply(200, body=body))[0] for body in said} == said

@@ -6,6 +6,7 @@ becomes a link or calls a whole channel.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ def judge_webhook(answer: bytes) -> None:
     Raises Rejected or TryLater.
     """
     no_web_page(answer)
-    if answer.lstrip().startswith(b"{") and b'"ok"' in answer:
+    if answer.lstrip().startswith(b"{") and re.search(rb'"ok"\s*:', answer):
         judge_answer(answer)
 
 

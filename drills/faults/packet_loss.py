@@ -173,12 +173,13 @@ def _refuse_stacking(place: nft.Place) -> None:
 def foreign_loss(ruleset: str) -> str:
     """The first rule of others, iptables' too, that drops packets by chance, as `nft list ruleset` shows it; "". Pure.
 
-    kube-proxy's rules are by chance as well: they jump, and drop nothing.
+    kube-proxy's rules are by chance as well: they jump, to chains that may be called drop, and drop nothing.
     """
     table = ""
     for line in map(str.strip, ruleset.splitlines()):
         table = line if line.startswith("table ") else table
-        if f" {nft.PREFIX}" not in table and re.search(r"(?:random|statistic).*\bdrop\b", line):
+        rule = re.sub(r'comment "[^"]*"', "", line)
+        if f" {nft.PREFIX}" not in table and re.search(r"(?:random|statistic).*[\s:]drop(?=[\s,}]|$)", rule):
             return line[:200]
     return ""
 

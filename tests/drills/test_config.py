@@ -185,6 +185,8 @@ def test_a_port_that_two_engines_have(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigErrors, match=r"port 8000 is that of 2 engines: a, b; name one of them: target\.engine"):
         drills_of(load_config(path, {}), RULES)
+    path.write_text(path.read_text().replace("{port: 8000}", "{port: 8000, address: 127.0.0.1}"))
+    assert [drill.name for drill in drills_of(load_config(path, {}), RULES)] == ["kill"]
 
 
 def test_a_drill_on_a_gpu_of_an_engine(tmp_path: Path) -> None:

@@ -393,6 +393,8 @@ RULESET = """table ip filter {
 		type filter hook input priority filter; policy accept;
 		tcp dport 8001 counter packets 0 bytes 0 drop
 		meta random & 2147483647 < 644245094 counter packets 0 bytes 0 jump KUBE-SEP-A
+		numgen random mod 2 vmap { 0 : goto endpoint-5OJB2KTY-ns1/air-drop/tcp/p80__10.180.0.1/80 }
+		masquerade fully-random comment "no drop here"
 %s
 	}
 }

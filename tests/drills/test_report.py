@@ -473,6 +473,22 @@ def test_a_password_may_be_a_number() -> None:
     assert escape.clean("password: 12345678, pwd='1 2 3', token: 0.25") == "password: …, pwd='…', token: 0.25"
 
 
+@pytest.mark.parametrize(("text", "shown"), [
+    ("--api-key abcdefgh,ijklmnop --port 1", "--api-key … --port 1"),
+    ('{"Authorization": "Bearer abcdefghijkl', '{"Authorization": "…'),  # the line was cut
+    ('Authorization: "Basic dXNlcjpwYXNzd29y', 'Authorization: "…'),
+    ('{"token": "8412907716253344", "x": 1}', '{"token": "…", "x": 1}'),
+    ("access_token=1234567890, next", "access_token=…, next"),
+    ("token='abcdef, don't go away, it's", "token='…, don't go away, it's"),
+    ("unexpected token: '<' in JSON", "unexpected token: '<' in JSON"),
+    ("npm_config_registry of zone ASIA-SOUTHEAST1", "npm_config_registry of zone ASIA-SOUTHEAST1"),
+    ("key AKIAIOSFODNN7EXAMPLE", "key …"),
+])  # fmt: skip
+def test_a_secret_ends_where_it_ends(text: str, shown: str) -> None:
+    """A key with a comma, a line cut within its quotes, a token of digits; and words that are no secret."""
+    assert escape.clean(text) == shown
+
+
 @pytest.mark.parametrize(
     "text",
     ["http://router.internal:8080/v1", "http://[::1]:8000/v1/chat/completions.", "max_tokens: 32", "first token: 0.25",
