@@ -142,9 +142,9 @@ _HOOK_HOSTS = (".hooks.slack.com", ".discord.com", ".discordapp.com", ".office.c
 
 
 def _is_key(part: str) -> bool:
-    """A UUID, 24 hex digits or more, or 20 characters or more of digits and letters small and large."""
+    """A UUID, 24 hex digits or more, or 20 characters or more of letters small and large with digits all over."""
     return bool(re.fullmatch(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|[0-9a-fA-F]{24,}", part)) or bool(
-        re.fullmatch(r"(?=.*[0-9])(?=.*[a-z])(?=.*[A-Z])[\w-]{20,}", part))
+        re.fullmatch(r"(?=(?:[^0-9]*[0-9]+){2}[^0-9]+[0-9])(?=.*[a-z])(?=.*[A-Z])[\w-]{20,}", part))
 
 
 def host_port(text: str) -> tuple[str, int]:

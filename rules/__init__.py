@@ -473,8 +473,6 @@ def limit_of(comparison: Fires, spec: SignalSpec) -> float:
         value = _plain(number, f"the signal {spec.id}, in {spec.unit},")
         if spec.unit == "ratio" and (abs(value) >= MAX_BARE_RATIO or (spec.most is not None and value > spec.most)):
             raise Unfit(f"the signal {spec.id} is a ratio, and {number} is {value * 100:g} %", f"write {number}%")
-        if spec.unit == "ratio" and spec.most is not None and number == "1":
-            raise Unfit("a bare 1 may mean 1 % or 100 %", "write 1% or 100%")
     if spec.most is not None and (value > spec.most or (value == spec.most and comparison.op == ">")):
         raise Unfit(f"the signal {spec.id} is never over {'100 %' if spec.unit == 'ratio' else f'{spec.most:g}'}",
                     "write a limit that it can pass")

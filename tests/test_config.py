@@ -255,7 +255,8 @@ def test_an_inline_secret_gets_its_remedy(tmp_path: Path) -> None:
     assert said[0].endswith("write routing_key_file: /path or routing_key_env: NAME")
 
 
-@pytest.mark.parametrize("path", ["/hook", "/api/v1/alerts", "/hook/gpu-alerts-2026-production-cluster"])
+@pytest.mark.parametrize("path", ["/hook", "/api/v1/alerts", "/hook/gpu-alerts-2026-production-cluster",
+                                  "/AlertmanagerWebhookV2Receiver"])
 def test_a_path_in_words_is_no_secret(path: str, tmp_path: Path) -> None:
     """A receiver of one's own on the network is written as it is."""
     assert loaded(f"notify: [{{webhook: {{url: 'http://receiver:9000{path}'}}}}]\n", tmp_path).notify

@@ -234,6 +234,19 @@ def test_a_reason_under_which_ray_counts_everything_is_no_reason(reason: str, st
     assert counted == {"stop" if reason == "stop" else "any": 2400}  # the load goes on being told
 
 
+def test_a_reason_that_stands_alone_no_more_counts_from_there() -> None:
+    """500 errors of the first minute, a quiet hour, one good answer: all 500 were counted as of the last 5 minutes."""
+    reader, windows = PageReader("t"), Windows(EVERY_S)
+    for n in range(1, 123):
+        reason = 'ray_vllm_request_success{{finished_reason="{}"}} {}\n'
+        page = "ray_vllm_num_requests_running 3\nray_serve_deployment_queued_queries 0\n" + reason.format(
+            "error", min(500, 250 * n)) + (reason.format("stop", 1) if n > 120 else "")
+        readings = reader.read(page.encode(), "text/plain", T0 + n * EVERY_S)
+        windows.ingest(Batch("engine:t", T0 + n * EVERY_S, 0.0, tuple(readings)))
+    rises = windows.increases("t", "finished", T0 + 117 * EVERY_S)
+    assert (rises["error"], rises["stop"]) == (0, 1)
+
+
 @pytest.mark.parametrize(("kind", "page", "why"), [
     ("sglang", PAGES["vllm-0.32"](600), "this is a page of vLLM, and its kind was given as SGLang: write kind: vllm"),
     ("vllm", PAGES["tgi-3.3.7"](600), "this is a page of TGI, and its kind was given as vLLM: write kind: tgi"),
@@ -393,17 +406,17 @@ def reasons(page: str, of: range) -> bytes:
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_label_that_is_new_each_time_costs_its_own_number_and_no_memory(at_once: bool) -> None:
-    """A fork of vLLM wrote the user into finished_reason: 300 users are 300 reasons, on one page or one after the
+    """A fork of vLLM wrote the user into finished_reason: 600 users are 600 reasons, on one page or one after the
     other, each of which was remembered for three days. The error rate says so; the rest goes on, and so does it once
     the engine restarts without that."""
     reader, page = PageReader("t"), PAGES["vllm-0.32"](600)
-    asked = [range(300)] if at_once else [range(i, i + 1) for i in range(300)]
+    asked = [range(600)] if at_once else [range(i, i + 1) for i in range(600)]
     for n, of in enumerate(asked):
         readings = reader.read(reasons(page, of), "text/plain", T0 + n)
     (gap,) = [r for r in readings if r.name == "finished"]
     assert isinstance(gap, Gap)
     assert gap.code == "too_large"
-    assert "more than 200 values of finished_reason" in gap.why
+    assert "more than 500 values of finished_reason" in gap.why
     assert next(r for r in readings if r.name == "kv_usage" and isinstance(r, Sample)).value == 0.83
     assert len(readings) < 200
     restarted = page.replace("process_start_time_seconds 9.9999e+08", "process_start_time_seconds 1.0001e+09")
@@ -413,18 +426,20 @@ def test_a_label_that_is_new_each_time_costs_its_own_number_and_no_memory(at_onc
 
 def test_an_engine_that_one_garbled_page_names_is_none() -> None:
     """engine="0" came as engine="o" once: the engine was called t/0 from then on, so all its alerts ended, and t/o was
-    missed until it restarted. One that is new (data parallelism grew) is taken at the second page that tells of it, and
-    missed when it is gone."""
+    missed until it restarted. The next in number (data parallelism grew) is taken at once, another at the second page
+    that tells of it; both are missed when they are gone."""
     reader, page = PageReader("t"), PAGES["vllm-0.32"](600)
     grown = page + page.replace('engine="0"', 'engine="1"')
+    named = grown + page.replace('engine="0"', 'engine="b"')
     told = []
-    for of in (page, page.replace('engine="0"', 'engine="o"', 1), page, page, grown, grown, page):
+    for of in (page, page.replace('engine="0"', 'engine="o"', 1), page, grown, page, named, page, named, page):
         readings = reader.read(of.encode(), "text/plain", T0)
         assert reader.facts is not None
         missed = {r.subject for r in readings if r.name == "kv_usage" and isinstance(r, Gap)}
         told.append((reader.facts.engines, missed))
-    alone, two = (("t",), set[str]()), ("t/0", "t/1")
-    assert told == [alone, alone, alone, alone, alone, (two, set()), (two, {"t/1"})]
+    alone, two, three = (("t",), set[str]()), ("t/0", "t/1"), ("t/0", "t/1", "t/b")
+    assert told == [alone, alone, alone, (two, set()), (two, {"t/1"}), (two, set()), (two, {"t/1"}),
+                    (three, set()), (three, {"t/1", "t/b"})]
 
 
 def two_ranks(waits: float, until_s: float) -> Mapping[tuple[str, str], Signal]:

@@ -191,6 +191,16 @@ def test_what_a_card_told_a_moment_ago_it_does_not_lack(start: Start) -> None:
     assert [well.value(0, name) for name in names] == [61.0, 612.5]
 
 
+def test_a_gpu_that_is_put_into_mig_mode_tells_no_utilization(start: Start) -> None:
+    """It was read as a fault of the driver for as long as the GPU was sliced; it is not applicable there (M3)."""
+    reader = start(node({"mig": 0}))
+    assert isinstance(reader.read().value(0, "gpu_util"), float)
+    reader.play(node({"mig": 1, "utilization": None}))
+    reader.read()  # which tells of the mode
+
+    assert reader.read().value(0, "gpu_util") == "not_supported"
+
+
 def test_c046_unified_memory_has_no_size(start: Start) -> None:
     """On a GB10 the framebuffer query is not supported and shows zeros: no 0 of 0, and the rest is read."""
     gpu = {"memory": None, "utilization": 0, "power_w": 11.17, "temperature": 35}

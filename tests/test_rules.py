@@ -480,7 +480,7 @@ def test_an_override_does_not_turn_a_rule_around(tmp_path: Path) -> None:
     ("error-rate", "> 5", "the signal error_rate is a ratio, and 5 is 500 %; write 5%"),
     ("kv-cache-utilization", ">= 1.5", "the signal kv_cache_utilization is a ratio, and 1.5 is 150 %; write 1.5%"),
     ("kv-cache-utilization", "> 100%", "the signal kv_cache_utilization is never over 100 %; write a limit that"),
-    ("error-rate", "> 1", "a bare 1 may mean 1 % or 100 %; write 1% or 100%"),
+    ("error-rate", "> 1", "the signal error_rate is never over 100 %; write a limit that it can pass"),
     ("prefix-cache-hit-rate", "< 5", "the signal prefix_cache_hit_rate is a ratio, and 5 is 500 %; write 5%"),
     ("gpu-temperature", "> 185", "the signal gpu_temperature is never over 126; write a limit that it can pass"),
 ])

@@ -47,7 +47,7 @@ SHARE_TOP = 1.0 + 1e-9  # what rounding may make of 1
 MOST_ENGINES = 256  # that one page may tell of; indices farther apart are names
 # Reasons, statuses or buckets of one number of one engine; of a router its workers, those included that are long gone.
 # More are something new each time (a request, an error's text), and each would be remembered for days.
-MOST_KEYS: Mapping[str, int] = {"engine": 200, "router": 2000}
+MOST_KEYS: Mapping[str, int] = {"engine": 500, "router": 2000}
 RESTART_S = 1.0  # a process start time that moved by more is another process
 NAMELESS = frozenset({None, "", "undefined"})  # a model's label that names none (trtllm-serve to about 1.2)
 ROLES = frozenset({"prefill", "decode"})
@@ -186,7 +186,8 @@ class PageReader:
         self._moved: dict[str, str] = {}  # quantity -> what became of its former name
         self._removed: tuple[str, ...] = ()  # own families that the last change of build took away
         self._indices: tuple[str, ...] = ()
-        self._strangers: Set[str | None] = frozenset()  # engines that the last page told of, and none before it did
+        self._strangers: set[str] = set()  # engines that one page told of since this process began
+        self._left_out = False  # the last page told of one of them
         self._closed: set[str] = set()
         self._expected: set[SlotKey] = set()  # seen since this process of the engine began
         self._places: dict[SlotKey, dict[Apart, list[int]]] = {}  # of each counter's series, at the last plan
@@ -240,11 +241,11 @@ class PageReader:
 
     def _plan_for(self, page: Page) -> _Plan:
         plan = self._plan
-        if plan is not None and page.families is plan.families and not (page.bad or plan.had_bad or self._strangers):
+        if plan is not None and page.families is plan.families and not (page.bad or plan.had_bad or self._left_out):
             return self._replan(page, restarted=True) if self._is_restarted(page, plan.starts) else plan
         restarted = self._is_restarted(page, self._starts(page.series))
         layout = _layout(page)
-        if plan is None or restarted or page.bad or plan.had_bad or self._strangers or not _is_same(plan, page, layout):
+        if plan is None or restarted or page.bad or plan.had_bad or self._left_out or not _is_same(plan, page, layout):
             return self._replan(page, restarted)
         self._plan = plan._replace(families=page.families)
         return self._plan
@@ -503,12 +504,18 @@ class PageReader:
 
     def _without_strangers(self, members: Sequence[_Member], names: Names, restarted: bool) -> Sequence[_Member]:
         """All but those of an engine that no page before this one told of: a garbled line may name any, which would be
-        missed for ever after, and give the others new names. It is taken when the next page tells of it, too.
+        missed for ever after, and give the others new names. It is taken when a second page tells of it, and at once
+        where it is the next in number.
         """
-        known = {None, *self._indices, *self._strangers}
-        self._strangers = frozenset() if restarted or not self._indices else {
-            one.engine for one in members if names.map.quantities[one.name].of == "engine"} - known
-        return [one for one in members if one.engine not in self._strangers] if self._strangers else members
+        if restarted:
+            self._strangers.clear()
+        new = set[str]() if restarted or not self._indices else {
+            one.engine for one in members
+            if one.engine is not None and names.map.quantities[one.name].of == "engine"}.difference(self._indices)
+        new -= self._strangers | _next_to(self._indices, new)
+        self._left_out = bool(new)
+        self._strangers |= set(sorted(new)[:max(0, MOST_ENGINES - len(self._strangers))])
+        return [one for one in members if one.engine not in new] if new else members
 
     def _leave_crowded(self, slots: Mapping[SlotKey, list[_Member]], most: int) -> dict[SlotKey, list[_Member]]:
         """The slots but those of numbers that have, or had, more than `most` keys; of them nothing is remembered."""
@@ -704,6 +711,12 @@ def _is_index(word: str) -> bool:
     return word.isdecimal() and len(word) < 10
 
 
+def _next_to(indices: Iterable[str], new: Set[str]) -> set[str]:
+    """Those of the new ones that count on from the others."""
+    numbers, known = {i for i in new if _is_index(i)}, [int(i) for i in indices if _is_index(i)]
+    return {i for i in numbers if known and int(i) <= max(known) + len(numbers)}
+
+
 def _between(indices: Iterable[str]) -> list[str]:
     """The indices that a gapless count from the first to the last would have, too."""
     known = {int(index) for index in indices if _is_index(index)}
@@ -762,7 +775,7 @@ def _with_series(names: Names, page: Page) -> Names:
         if not isinstance(had, Chosen):
             continue
         quantity = names.map.quantities[name]
-        for alias in quantity.names[quantity.names.index(had.alias):]:
+        for alias in quantity.names:
             take = _take(name, "", quantity, alias)
             other = Chosen(alias, written.get(normalise(alias.name), alias.name))
             ones = chain.from_iterable(

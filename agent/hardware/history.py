@@ -270,6 +270,7 @@ def findings(history: History, now: float, overrides: Mapping[int, Severity],
     found: list[Finding] = []
     entries = [e for e in history.entries.values() if e.kind in ("xid", "sxid") and e.clusters]
     standing: list[tuple[Entry, Finding]] = []
+    asks: list[Entry] = []  # what pages by itself, also past its time: what the driver says of it never begins anew
     for entry in entries:
         if not _stands(entry, entries, history):
             continue
@@ -277,12 +278,11 @@ def findings(history: History, now: float, overrides: Mapping[int, Severity],
         hold_s = HOLD_S.get(finding.action, 3600.0 if recovery.get(entry.subject) == "none" else DAY_S)
         if entry.detail.get("drill"):
             hold_s = DRILL_HOLD_S
+        elif finding.severity == "page" and RANK[finding.action] >= RANK["drain_p2p"]:
+            asks.append(entry)
         if now - entry.last_at <= hold_s or (_repeats(entry) and now - entry.last_at <= DAY_S):
             standing.append((entry, finding))
-    pages = [(entry, finding) for entry, finding in standing
-             if finding.severity == "page" and not entry.detail.get("drill")]
-    loud = [entry for entry, _ in pages]
-    asks = [entry for entry, finding in pages if RANK[finding.action] >= RANK["drain_p2p"]]
+    loud = [entry for entry, finding in standing if finding.severity == "page" and not entry.detail.get("drill")]
     for entry, finding in standing:
         if any(_is_of(entry, cause) for cause in asks):
             continue  # the driver's word on an error that pages by itself: one thing, one page
@@ -327,9 +327,10 @@ def _stands(entry: Entry, entries: Sequence[Entry], history: History) -> bool:
 
 
 def _is_of(changed: Entry, cause: Entry) -> bool:
-    """Whether a change of the recovery action (Xid 154) is what the driver says of another error."""
+    """Whether the last change of the recovery action (Xid 154) is what the driver says of another error."""
     return (changed.number == RECOVERY_CHANGED != cause.number and changed.device == cause.device
-            and changed.detail.get("drill") == cause.detail.get("drill") and _near(changed, cause, CAUSE_S))
+            and changed.detail.get("drill") == cause.detail.get("drill")
+            and cause.first_at - CAUSE_S <= changed.last_at <= cause.last_at + CAUSE_S)
 
 
 def _near(one: Entry, other: Entry, within_s: float) -> bool:

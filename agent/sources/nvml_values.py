@@ -414,8 +414,11 @@ def _asked(way: Way, reader: Reader) -> tuple[float, ...]:
 
 
 def _leave(gpu: Gpu, group: Group, way: Way, error: UnsupportedError) -> str:
-    """A way that leads nowhere is not tried again, unless it gave a value before; then it returns what it says now."""
-    if gpu.how.get(group.names[0]) == way.how:
+    """A way that leads nowhere is not tried again, unless it gave a value before; then it returns what it says now.
+
+    Of a GPU that was put into MIG mode meanwhile much is told no more.
+    """
+    if gpu.how.get(group.names[0]) == way.how and not gpu.had.get("gpu_mig"):
         return f"{way.how}: {error}, and it gave a value before"
     gpu.unsupported.add(way.how)
     return ""

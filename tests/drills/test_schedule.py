@@ -641,7 +641,11 @@ def test_what_came_while_it_was_off_is_not_made_up_for(tmp_path: Path) -> None:
 
 def test_it_may_be_put_off_while_it_runs(tmp_path: Path) -> None:
     """A SIGHUP came with `enabled: false` during its run; put on again three days later, it ran at once."""
-    life, now = Life(lambda _: (table.load([]), (Verdict.PASS, ""))[1]), [at("2026-11-28T12:00Z")]
+    def run(_: str) -> tuple[Verdict, str]:
+        table.load([])
+        return Verdict.PASS, ""
+
+    life, now = Life(run), [at("2026-11-28T12:00Z")]
     table = Timetable([daily()], life.hands, root=tmp_path, node="n", min_gap_s=0, clock=lambda: now[0])
     table.look()
     now[0] = at("2026-11-29T03:10Z")

@@ -351,6 +351,16 @@ def test_the_driver_s_word_on_an_error_is_no_second_page(story: str, events: lis
     assert [(f.code, f.severity, f.action) for f in found(told(*events), HOUR)] == want, story
 
 
+def test_the_driver_s_word_comes_again() -> None:
+    """Eight hours after a double-bit error it asked for a reboot, and paged nobody; and of one that it had said but
+    once, the error's day was over 4 s before its own: a page, a day later."""
+    once = [log(48), of_recovery("0x1 (GPU Reset Required)", 4)]
+    assert [f.code for f in found(told(*once), DAY + 2)] == []
+    again = [*once, of_recovery("0x2 (Node Reboot Required)", 8 * HOUR)]
+    assert [(f.code, f.action) for f in found(told(*again), 8 * HOUR)] == [
+        ("xid.154", "reboot"), ("xid.48", "drain_reset")]
+
+
 def test_the_stronger_of_table_and_driver() -> None:
     """The driver says "reboot" of a GPU for which the table asks a reset."""
     history = told(log(119))
