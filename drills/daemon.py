@@ -41,7 +41,7 @@ from drills import heal, history, lease, ledger, lock, owner, record, report, ru
 from drills.cluster import ClusterError
 from drills.config import drills_of
 from drills.cron import next_due
-from drills.model import Drill, Left, Refused, Verdict
+from drills.model import Drill, Left, Refused, Verdict, is_past
 
 log = structlog.get_logger()
 
@@ -342,7 +342,7 @@ class Daemon:
     def last_run_at(self) -> float | None:
         """When a fault was last in on this node; a run that a clock wrong by days has put into the future is none."""
         ran = (p.at for p in schedule.history_of(self.root) if p.verdict not in schedule.NOT_RUN)
-        return max((at for at in ran if schedule.is_past(at, self.clock())), default=None)
+        return max((at for at in ran if is_past(at, self.clock())), default=None)
 
     def reload(self) -> None:
         """Take the drills of the configuration as it is now; a run under way goes on. A wrong one changes nothing."""

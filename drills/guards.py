@@ -451,13 +451,9 @@ def firing_of(rows: Sequence[Mapping[str, Any]], drill: Drill, announced: Sequen
 
     Of a ticket that fires already nobody could tell that the drill made it fire.
     """
-    subjects = tell.subjects_of(drill, node)
-
-    def is_own(subject: str) -> bool:
-        return subjects is None or any(subject == one or subject.startswith(f"{one}/") for one in subjects)
-
     return [f"{row['rule']} on {row['subject']}" for row in rows if row["state"] == "firing"
-            and (row["severity"] == "page" or (row["rule"] in announced and is_own(str(row["subject"]))))]
+            and (row["severity"] == "page"
+                 or (row["rule"] in announced and tell.is_drilled(drill, node, str(row["subject"]))))]
 
 
 def alertmanagers(config: Config) -> list[str]:

@@ -34,7 +34,7 @@ from drills.cluster import (
     text_of,
     uid_of,
 )
-from drills.model import Refused, Verdict
+from drills.model import Refused, Verdict, is_past
 
 log = structlog.get_logger()
 
@@ -44,7 +44,7 @@ RUN = "tocsin.dev/run"
 TARGETS = "tocsin.dev/targets"
 HELD = "tocsin.dev/held"  # drill -> its last Mark, as JSON
 REPORTER = "tocsin.dev/orphan-reported-by"
-DAY_S, YEAR_S = 86_400.0, 366 * 86_400.0
+YEAR_S = 366 * 86_400.0
 ANSWER_S = 5.0  # of the API: a renewal that takes longer is tried again
 MAX_TARGETS = 1024  # characters
 ORPHANED_AFTER = 3.0  # its lengths: by then a node that lives has healed what a run left there, and given it back
@@ -360,7 +360,7 @@ class Fleet:
 
     def _refuse_gap(self, said: Said, min_gap_s: float) -> None:
         now = self.clock()
-        known = (mark for mark in said.marks.values() if mark.at <= now + DAY_S)  # others are of a clock that was wrong
+        known = (mark for mark in said.marks.values() if is_past(mark.at, now))
         last = max(known, key=lambda mark: mark.at, default=None)
         if last is not None and now - last.at < min_gap_s:
             gap = f"{max(0.0, now - last.at) / 3600:.1f} h ago; drill_guards.min_gap is {min_gap_s / 3600:g} h"

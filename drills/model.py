@@ -35,6 +35,12 @@ class State(StrEnum):
 
 
 REFUSED = frozenset({State.SKIPPED, State.DEFERRED})  # nothing was put in
+DAY_S = 86_400.0
+
+
+def is_past(at: float, now: float) -> bool:
+    """Whether a time that was remembered may be: one of tomorrow or later is of a clock that was wrong."""
+    return at <= now + DAY_S
 
 
 class Verdict(StrEnum):

@@ -116,6 +116,7 @@ class Run:
         self.begun: dict[str, float] = {}  # monotonic, beside `spans`: a clock that is set lengthens no fault
         self.out_since = 0.0  # monotonic: the fault is out
         self.wall_s, self.stepped_s = clock() - time.monotonic(), 0.0
+        self.clock_was_set = False
         self.lease: lease.Held | None = None  # the fleet's, where there is a cluster
 
     # --- the way through the states ---------------------------------------------------------------------------------
@@ -435,7 +436,7 @@ class Run:
         """Note that the clock was set, or the machine slept: what lies across it cannot be told by the times."""
         stepped_s = self.clock() - time.monotonic() - self.wall_s
         if abs(stepped_s - self.stepped_s) > STEP_S:
-            by_s, self.stepped_s = stepped_s - self.stepped_s, stepped_s
+            by_s, self.stepped_s, self.clock_was_set = stepped_s - self.stepped_s, stepped_s, True
             self.record.moment(f"the clock was put {'forward' if by_s > 0 else 'back'} by {abs(by_s):.0f} s",
                                "by CLOCK_MONOTONIC, which stands still while a machine sleeps")
 
@@ -477,7 +478,7 @@ class Run:
 
     def is_own(self, subject: str) -> bool:
         """Whether an alert on this subject can be of this drill's making."""
-        return is_drilled(self.drill, self.config.node, subject)
+        return tell.is_drilled(self.drill, self.config.node, subject)
 
     @property
     def announced(self) -> Sequence[str]:
@@ -521,7 +522,7 @@ class Run:
         stalest_s, limit_s = max(self.stalest_s, self.agent.stale_s), max(STALE_S, guards.stale_limit_s(self.config))
         silent = [f"what the agent told was {stalest_s:.0f} s old"] if stalest_s > limit_s else []
         self.mind_clock()
-        if any(moment["what"].startswith("the clock was put") for moment in self.record.data["timeline"]):
+        if self.clock_was_set:
             silent.append("the clock was set meanwhile: times across that are off")
         traffic = self.traffic()
         slo = slo_for(self.config, self.drill.target.get("engine"))
@@ -614,15 +615,6 @@ def is_moving(samples: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the evidence of a fault still changes from sample to sample."""
     last = [{key: value for key, value in sample.items() if key not in ("at", "event")} for sample in samples[-3:]]
     return len(last) > 1 and any(sample != last[0] for sample in last)
-
-
-def is_drilled(drill: Drill, node: str | None, subject: str) -> bool:
-    """Whether a subject is of the drilled service: the engine, the users' address, the node. All, where none is named.
-
-    The same alert on another engine is nothing that the drill announced.
-    """
-    own = tell.subjects_of(drill, node)
-    return own is None or any(subject == one or subject.startswith(f"{one}/") for one in own)
 
 
 def create(root: Path, drill: Drill, run_id: str, *, started_by: str, config_path: Path | None,

@@ -26,13 +26,12 @@ from apscheduler.triggers.date import DateTrigger
 
 from drills import cron, ledger, owner
 from drills.lock import RUNS
-from drills.model import Drill, Schedule, Verdict
+from drills.model import DAY_S, Drill, Schedule, Verdict, is_past
 
 log = structlog.get_logger()
 
 BOOK = "schedule.json"
 MOST_DUES = 2_000  # counted one by one, after a long stop
-DAY_S = 86_400.0
 MOST_NOES = 40  # different ones, of one drill that is owed
 LOOK_AGAIN_S = 300.0  # also when nothing is to come: a clock was set, a host slept
 OFF = "off "  # before the form of a drill that is not enabled
@@ -118,11 +117,6 @@ def look(drill: Drill, seen: Seen | None, now: float) -> Look:
         return Look(seen, dues)
     owed = seen.owed or Owed(fresh[0], fresh[-1])
     return Look(replace(seen, owed=replace(owed, due_at=fresh[-1])), dues[:-1])
-
-
-def is_past(at: float, now: float) -> bool:
-    """Whether a time that was remembered may be: one of tomorrow or later is of a clock that was wrong."""
-    return at <= now + DAY_S
 
 
 def put_away(seen: Seen) -> Seen:

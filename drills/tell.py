@@ -34,6 +34,15 @@ def subjects_of(drill: Drill, node: str | None) -> list[str] | None:
     return [str(one) for one in own if one]
 
 
+def is_drilled(drill: Drill, node: str | None, subject: str) -> bool:
+    """Whether a subject is of the drilled service: the engine, the users' address, the node. All, where none is named.
+
+    The same alert on another engine is nothing that the drill announced.
+    """
+    own = subjects_of(drill, node)
+    return own is None or any(subject == one or subject.startswith(f"{one}/") for one in own)
+
+
 def announce(socket: Path, run: str, drill: Drill, rules: Sequence[str], until: float,
              subjects: Sequence[str] | None = None) -> None:
     """Say which alerts this drill will cause (none yet: that its prober asks), until when, on what.

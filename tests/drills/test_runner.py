@@ -25,7 +25,7 @@ def run(**known: Any) -> Run:
     made.clock, made.spans, made.stop_why, made.unexpected = (lambda: 7.0), {"fault": [1.0, 6.0]}, "", []
     made.plan, made.drill, made.lease = None, Drill("d", "process-kill", expects=("engine-down",)), None
     made.is_armed, made.judged, made.stalest_s, made.rules = True, [], 0.0, {}
-    made.begun, made.wall_s, made.stepped_s = {}, 7.0 - time.monotonic(), 0.0
+    made.begun, made.wall_s, made.stepped_s, made.clock_was_set = {}, 7.0 - time.monotonic(), 0.0, False
     made.record = SimpleNamespace(moment=lambda *told: None)  # type: ignore[assignment]
     known = {"elsewhere": SimpleNamespace(pages=list), "config": Config(node="gpu-17"), **known}
     for name, value in known.items():

@@ -13,7 +13,7 @@ import pytest
 from drills import watch
 from drills.judge import Alarm
 from drills.model import Drill, Load
-from drills.runner import is_drilled
+from drills.tell import is_drilled
 from tests.drills.test_guards import Agent, agent
 from tests.receiver import Arrival, Receiver, Reply, wait_until
 
